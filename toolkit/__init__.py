@@ -1,0 +1,78 @@
+"""A precision workbench for RL on language models, in Jupyter.
+
+What does the FSDP2 output dtype save in memory and cost in nats, for your model and your recipe? The package follows the
+data; a module imports only from those before it:
+
+    spec -> layout -> ranks -> fsdp -> policy -> prompts -> rollouts -> rewards -> advantages -> logprobs -> losses -> step
+                                instruments read along the way: ledger -> memory, mismatch -> divergence -> tradeoffs
+                                surface on top: session -> figures -> widgets -> magics -> notebook
+
+Importing `toolkit` imports neither torch nor transformers; the first `launch` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.divergence import DivergenceReport as DivergenceReport
+    from toolkit.errors import RanksLost as RanksLost
+    from toolkit.errors import SessionClosed as SessionClosed
+    from toolkit.errors import SpecError as SpecError
+    from toolkit.logprobs import token_logprobs as token_logprobs
+    from toolkit.memory import MemoryReport as MemoryReport
+    from toolkit.models import tiny_policy as tiny_policy
+    from toolkit.prompts import Task as Task
+    from toolkit.session import Session as Session
+    from toolkit.session import launch as launch
+    from toolkit.spec import GRPOConfig as GRPOConfig
+    from toolkit.spec import PolicySpec as PolicySpec
+    from toolkit.step import EvaluationRecord as EvaluationRecord
+    from toolkit.step import StepRecord as StepRecord
+    from toolkit.tradeoffs import TradeoffReport as TradeoffReport
+    from toolkit.widgets import dtype_picker as dtype_picker
+
+_HOMES = {
+    "DivergenceReport": "divergence",
+    "EvaluationRecord": "step",
+    "GRPOConfig": "spec",
+    "MemoryReport": "memory",
+    "PolicySpec": "spec",
+    "RanksLost": "errors",
+    "Session": "session",
+    "SessionClosed": "errors",
+    "SpecError": "errors",
+    "StepRecord": "step",
+    "Task": "prompts",
+    "TradeoffReport": "tradeoffs",
+    "dtype_picker": "widgets",
+    "launch": "session",
+    "tiny_policy": "models",
+    "token_logprobs": "logprobs",
+}
+__all__ = ["load_ipython_extension", "unload_ipython_extension", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"toolkit.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext toolkit`: register the magics and start importing torch and AutoModel for later ranks."""
+    from toolkit.magics import load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """`%unload_ext toolkit`: remove the magics; sessions stay as they are."""
+    from toolkit.magics import unload
+
+    unload(ipython)

@@ -1,0 +1,423 @@
+"""Two settings of the same weights on the same tokens: how far is each token's logprob apart, and why.
+
+Settings are live ones (`policy.LIVE_FIELDS`) plus the temperature, so both sides run on the very same sharded model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit import fsdp
+from toolkit.errors import SpecError
+from toolkit.mismatch import THRESHOLDS, mismatch_sums
+from toolkit.policy import LIVE_FIELDS, Policy
+from toolkit.prompts import Batch, Reward, make_batch
+from toolkit.records import Report
+from toolkit.spec import GRPOConfig, dtype_name
+from toolkit.step import (
+    TrainingBatch,
+    forward_backward,
+    forward_logprobs,
+    grade_together,
+    sample_step,
+    training_batch,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+@dataclass(repr=False)
+class DivergenceReport(Report):
+    """Per-token logprobs under two settings, the field's metrics of their distance, and the cause in words.
+
+    Attributes:
+        a, b: the settings compared, as text. `a` plays the sampler (NeMo-RL's "generation"), `b` the trainer.
+        tokens: a row per scored token: sequence, position, token, text, logprob_a, logprob_b, delta_nats (b - a), prob_a,
+            prob_b, ratio (prob_b / prob_a).
+        metrics: see `summary`.
+        units: mean |delta| in nats when only this FSDP unit is switched from a's output dtype to b's; empty when output
+            dtype is not what differs.
+        cause: why the divergence is what it is, in words; a zero says why it is zero.
+    """
+
+    a: str
+    b: str
+    tokens: pd.DataFrame
+    metrics: dict[str, float]
+    units: dict[str, float]
+    cause: str
+    ratio_clip_min: float
+    ratio_clip_max: float
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """NeMo-RL's metrics and ours.
+
+        mean_abs_nats, max_abs_nats: of |delta|. fraction_bit_identical: tokens with exactly the same logprob. k1, k3:
+        estimators of KL(a || b). pearson: of the probabilities. fraction_outside_clip: tokens whose ratio the clip range
+        would cut. argmax_flips: fraction of positions whose most likely token differs. gradient_relative_error:
+        |grad_b - grad_a| / |grad_a|; gradient_cosine: of their angle.
+        """
+        return {"a": self.a, "b": self.b, **self.metrics}
+
+    @property
+    def headline(self) -> str:
+        m = self.metrics
+        if m["fraction_bit_identical"] == 1.0:
+            return f"{self.a} and {self.b}: every one of {len(self.tokens)} token logprobs is bit-identical. {self.cause}"
+        return (
+            f"{self.a} against {self.b}: |delta| {m['mean_abs_nats']:.2e} nats mean, {m['max_abs_nats']:.2e} max over "
+            f"{len(self.tokens)} tokens. {self.cause}"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """The per-token table."""
+        return self.tokens
+
+    def figure(self) -> go.Figure:
+        """Probability against probability, and the distribution of the ratio with the clip band."""
+        from toolkit.figures import divergence_figure
+
+        return divergence_figure(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One side of a comparison."""
+
+    live: dict[str, Any]  # fields of PolicySpec to change
+    temperature: float
+
+    def describe(self, other: Setting) -> str:
+        """What distinguishes this side from the other, as text."""
+        mine = {**self.live, "temperature": self.temperature}
+        theirs = {**other.live, "temperature": other.temperature}
+        differing = {k: v for k, v in mine.items() if theirs.get(k, ...) != v}
+        if set(differing) == {"output_dtype"}:
+            return f"{differing['output_dtype']} outputs"
+        return ", ".join(f"{k}={v}" for k, v in differing.items()) or "the same setting"
+
+
+def resolve_settings(
+    policy: Policy, a: str | Mapping[str, Any], b: str | Mapping[str, Any], common: Mapping[str, Any], temperature: float
+) -> tuple[Setting, Setting]:
+    """Make settings of what a user gave: a dtype name, or a mapping of fields; `common` applies to both sides.
+
+    Raises:
+        SpecError: an unknown field, a field that needs another build, or a value that is refused.
+    """
+    sides = []
+    for given in (a, b):
+        fields = {"output_dtype": given} if not isinstance(given, Mapping) else dict(given)
+        fields = {**common, **fields}
+        side_temperature = fields.pop("temperature", temperature)
+        for name in fields:
+            if name in LIVE_FIELDS:
+                continue
+            if name in {f.name for f in dataclasses.fields(policy.spec)}:
+                raise SpecError(
+                    f"{name!r} is built into a session and cannot differ between two sides of a divergence; launch a "
+                    f"second session with it. Live settings are temperature, {', '.join(LIVE_FIELDS)}."
+                )
+            raise SpecError(f"{name!r} is no setting; use temperature, {', '.join(LIVE_FIELDS)}.")
+        if "output_dtype" in fields:
+            fields["output_dtype"] = dtype_name(fields["output_dtype"], "output_dtype")
+        current = {name: getattr(policy.spec, name) for name in LIVE_FIELDS}
+        sides.append(Setting({**current, **fields}, side_temperature))
+    return sides[0], sides[1]
+
+
+def compare(
+    policy: Policy,
+    config: GRPOConfig,
+    a: str | Mapping[str, Any],
+    b: str | Mapping[str, Any],
+    common: Mapping[str, Any],
+    *,
+    problems: list[tuple[str, str]] | None,
+    token_ids: list[list[int]] | None,
+    reward: Reward | None,
+    step: int,
+) -> DivergenceReport:
+    """Compare two settings on this rank (all ranks together).
+
+    Args:
+        problems: sample completions of these and score them; or
+        token_ids: score these sequences (all but their first token).
+    """
+    side_a, side_b = resolve_settings(policy, a, b, common, config.temperature)
+    for side in (side_a, side_b):  # refuse either before anything runs
+        with policy.temporarily(**side.live):
+            pass
+    training, num_real = _tokens(policy, config, problems, token_ids, reward, step)
+    score_a, score_b = (_score(policy, config, training, side) for side in (side_a, side_b))
+    table, metrics = _per_token(policy, config, training, score_a, score_b, num_real)
+    units = _by_unit(policy, training, side_a, side_b, score_a, num_real) if metrics["mean_abs_nats"] else {}
+    name_a, name_b = side_a.describe(side_b), side_b.describe(side_a)
+    cause = _cause(policy, side_a, side_b, metrics, units, score_a.gradient)
+    return DivergenceReport(
+        name_a, name_b, table, metrics, units, cause, config.ratio_clip_min, config.ratio_clip_max
+    )
+
+
+def _tokens(
+    policy: Policy,
+    config: GRPOConfig,
+    problems: list[tuple[str, str]] | None,
+    token_ids: list[list[int]] | None,
+    reward: Reward | None,
+    step: int,
+) -> tuple[TrainingBatch, int]:
+    """This rank's sequences, and how many of them are not padding to fill the last rank's share."""
+    if token_ids is None:
+        assert problems is not None
+        rollouts = sample_step(policy, config, problems, step)
+        training = training_batch(policy, config, rollouts, grade_together(policy, rollouts, reward))
+        return training, training.batch.num_sequences
+    padded = token_ids + token_ids[:1] * (-len(token_ids) % policy.data_size)
+    share = len(padded) // policy.data_size
+    first = policy.data_rank * share
+    rows = padded[first : first + share]
+    batch = make_batch(rows, [1] * share, policy.tokenizer.pad_token_id).to(policy.device)
+    num_real = max(0, min(share, len(token_ids) - first))
+    counts = torch.tensor([batch.token_mask_BT.sum(), share], dtype=torch.float64)
+    num_tokens, num_sequences = policy.sum_over_data(counts).tolist()
+    previous_BT = torch.zeros(batch.ids_BT[:, 1:].shape, device=policy.device)
+    training = TrainingBatch(batch, torch.zeros(share, device=policy.device), previous_BT, num_tokens, num_sequences)
+    return training, num_real
+
+
+@dataclass(slots=True)
+class _Score:
+    logprobs_BT: torch.Tensor  # [B, T-1] float32, CPU
+    argmax_BT: torch.Tensor  # [B, T-1] int64, CPU
+    gradient: str  # of what: "GRPO loss" or "mean logprob"
+    gradients: list[torch.Tensor]  # this rank's shards, float32
+
+
+def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Setting) -> _Score:
+    config = dataclasses.replace(config, temperature=side.temperature)
+    with policy.temporarily(**side.live):
+        policy.model.train()
+        with torch.no_grad(), policy.autocast():
+            batch = training.batch
+            logits = policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits
+            whole = logits.full_tensor() if isinstance(logits, torch.distributed.tensor.DTensor) else logits
+            argmax_BT = whole[:, :-1].argmax(-1).cpu()
+            del logits, whole
+        with torch.no_grad():
+            logprobs_BT = forward_logprobs(policy, training.batch, side.temperature)
+        fsdp.reshard(policy.model)
+        advantages_B, of = training.advantages_B, "GRPO loss"
+        any_signal = policy.sum_over_data(advantages_B.abs().sum().cpu().double().reshape(1))
+        if not any_signal.item():  # all rewards equal (or given tokens): that gradient is zero whatever the dtype
+            advantages_B, of = torch.ones_like(advantages_B), "mean logprob"
+        scored = dataclasses.replace(training, advantages_B=advantages_B, previous_BT=logprobs_BT)
+        forward_backward(policy, config, scored)
+        grads = [_shard(p.grad) for p in policy.model.parameters() if p.grad is not None]
+        policy.model.zero_grad(set_to_none=True)
+    return _Score(logprobs_BT.cpu(), argmax_BT, of, grads)
+
+
+def _shard(grad: torch.Tensor) -> torch.Tensor:
+    local = grad.to_local() if isinstance(grad, torch.distributed.tensor.DTensor) else grad
+    return local.detach().clone()
+
+
+def _per_token(
+    policy: Policy, config: GRPOConfig, training: TrainingBatch, a: _Score, b: _Score, num_real: int
+) -> tuple[pd.DataFrame, dict[str, float]]:
+    """The table of all ranks' tokens, and the metrics over them."""
+    import pandas as pd
+
+    batch = training.batch.to(torch.device("cpu"))
+    mask_BT = batch.token_mask_BT[:, 1:] > 0
+    mask_BT[num_real:] = False
+    rows = _token_rows(policy, batch, mask_BT, a.logprobs_BT, b.logprobs_BT)
+    flips = int((a.argmax_BT != b.argmax_BT)[mask_BT].sum())
+    squares = torch.tensor(
+        [sum(float(f(x, y)) for x, y in zip(a.gradients, b.gradients, strict=True)) for f in (_aa, _bb, _ab, _dd)],
+        dtype=torch.float64,
+    )
+    dist.all_reduce(squares)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    is_copy = policy.mesh["tp"].get_local_rank() > 0  # tensor-parallel peers hold the same sequences
+    dist.all_gather_object(gathered, ([], 0) if is_copy else (rows, flips))
+    frame = pd.DataFrame([row for part, _ in gathered for row in part])
+    frame["sequence"] = frame.groupby("sequence", sort=False).ngroup()
+    g, p = (torch.tensor(frame[c].to_numpy(), dtype=torch.float64) for c in ("logprob_a", "logprob_b"))
+    metrics = _metrics(g, p, config)
+    metrics["argmax_flips"] = sum(n for _, n in gathered) / len(frame)
+    aa, bb, ab, dd = squares.tolist()
+    metrics["gradient_relative_error"] = math.sqrt(dd / aa) if aa else 0.0
+    metrics["gradient_cosine"] = ab / math.sqrt(aa * bb) if aa and bb else 1.0
+    return frame, metrics
+
+
+def _aa(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.double().square().sum()
+
+
+def _bb(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return b.double().square().sum()
+
+
+def _ab(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a.double() * b.double()).sum()
+
+
+def _dd(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (b.double() - a.double()).square().sum()
+
+
+def _token_rows(
+    policy: Policy, batch: Batch, mask_BT: torch.Tensor, a_BT: torch.Tensor, b_BT: torch.Tensor
+) -> list[dict[str, Any]]:
+    first_real_B = batch.mask_BT.argmax(-1)
+    base = policy.data_rank * batch.num_sequences
+    rows = []
+    for b, t in mask_BT.nonzero().tolist():
+        token = int(batch.ids_BT[b, t + 1])
+        logprob_a, logprob_b = float(a_BT[b, t]), float(b_BT[b, t])
+        rows.append(
+            {
+                "sequence": base + b,
+                "position": t + 1 - int(first_real_B[b]),
+                "token": token,
+                "text": policy.tokenizer.decode([token]),
+                "logprob_a": logprob_a,
+                "logprob_b": logprob_b,
+                "delta_nats": logprob_b - logprob_a,
+                "prob_a": math.exp(logprob_a),
+                "prob_b": math.exp(logprob_b),
+                "ratio": math.exp(logprob_b - logprob_a),
+            }
+        )
+    return rows
+
+
+def _metrics(g: torch.Tensor, p: torch.Tensor, config: GRPOConfig) -> dict[str, float]:
+    """Metrics of logprobs [N] under a (g) and b (p)."""
+    count = len(g)
+    means = {name: value / count for name, value in mismatch_sums(g, p).items()}
+    delta, ratio = p - g, (p - g).exp()
+    probs = torch.stack([g.exp(), p.exp()])
+    outside = (ratio < 1 - config.ratio_clip_min) | (ratio > 1 + config.ratio_clip_max)
+    return {
+        "mean_abs_nats": float(delta.abs().mean()),
+        "max_abs_nats": float(delta.abs().max()),
+        "fraction_bit_identical": float((delta == 0).double().mean()),
+        **means,
+        "k3": means["gen_kl_error"],
+        "pearson": float(torch.corrcoef(probs)[0, 1]) if count > 1 and float(probs.std(-1).min()) > 0 else 1.0,
+        "fraction_outside_clip": float(outside.double().mean()),
+    }
+
+
+def _by_unit(
+    policy: Policy, training: TrainingBatch, side_a: Setting, side_b: Setting, score_a: _Score, num_real: int
+) -> dict[str, float]:
+    """Mean |delta| when one FSDP unit alone emits b's output dtype and all others a's."""
+    differing = {k for k in side_a.live if side_a.live[k] != side_b.live[k]}
+    if differing != {"output_dtype"} or side_a.temperature != side_b.temperature:
+        return {}
+    found = {}
+    mask_BT = training.batch.token_mask_BT[:, 1:].cpu() > 0
+    mask_BT[num_real:] = False
+    names = list(fsdp.unit_modules(policy.model))
+    with policy.temporarily(**side_a.live), torch.no_grad():
+        for done, name in enumerate(names):
+            policy.progress("localising", done, len(names))
+            fsdp.apply_spec(policy.model, policy.spec, overrides={name: side_b.live["output_dtype"]})
+            switched_BT = forward_logprobs(policy, training.batch, side_a.temperature).cpu()
+            fsdp.reshard(policy.model)
+            delta = (switched_BT - score_a.logprobs_BT)[mask_BT].abs().double()
+            total = policy.sum_over_data(torch.tensor([float(delta.sum()), len(delta)], dtype=torch.float64))
+            found[name] = float(total[0] / total[1])
+    return found
+
+
+def _cause(
+    policy: Policy, a: Setting, b: Setting, metrics: dict[str, float], units: dict[str, float], gradient: str
+) -> str:
+    differing = {k for k in a.live if a.live[k] != b.live[k]}
+    if a.temperature != b.temperature:
+        differing.add("temperature")
+    if metrics["mean_abs_nats"] == 0.0:
+        return _why_zero(policy, a, b, differing, metrics)
+    if differing == {"output_dtype"} and units:
+        return _why_output_dtype(policy, a, b, units)
+    return f"What differs: {', '.join(sorted(differing))}. (Gradients compared are those of the {gradient}.)"
+
+
+def _why_zero(policy: Policy, a: Setting, b: Setting, differing: set[str], metrics: dict[str, float]) -> str:
+    if not differing:
+        return "Zero because both sides are the same setting, and a forward repeats bit for bit."
+    spec = policy.spec
+    reasons = []
+    if differing == {"output_dtype"}:
+        if a.live["cast_forward_inputs"]:
+            reasons.append(
+                f"every unit casts its inputs back to {spec.precision} (cast_forward_inputs=True), so a wider output dtype "
+                f"only carries {spec.precision} numbers from one unit to the next"
+            )
+        reasons.append("the logits come from a matmul in that dtype and are upcast before the softmax either way")
+        if math.frexp(a.temperature)[0] != 0.5 and a.live["temperature_order"] == "after_upcast":
+            reasons.append(f"the temperature {a.temperature} divides after the upcast")
+        elif a.temperature == 1.0:
+            reasons.append("the temperature is 1")
+    elif differing <= {"logprob_mode", "logprob_chunk_size"}:
+        reasons.append("the chunked logprobs compute the same float32 sums, only fewer rows at a time")
+    elif differing == {"temperature_order"}:
+        reasons.append(
+            f"{a.live['output_dtype']} logits divided by {a.temperature} give the same bits before and after the upcast"
+        )
+    else:
+        reasons.append(f"changing {', '.join(sorted(differing))} reaches no operation of this model's forward")
+    note = ""
+    if metrics["gradient_relative_error"]:
+        note = f" The gradients still differ, by {metrics['gradient_relative_error']:.1e} relative: backward rounds too."
+    return "Zero because " + ", and ".join(reasons) + "." + note
+
+
+def _why_output_dtype(policy: Policy, a: Setting, b: Setting, units: dict[str, float]) -> str:
+    worst = max(units, key=lambda name: units[name])
+    total = sum(units.values())
+    order = a.live["temperature_order"]
+    if worst == fsdp.ROOT and order == "before_upcast" and math.frexp(a.temperature)[0] != 0.5:
+        what = (
+            f"the root unit's logits are divided by the temperature {a.temperature} in the output dtype, before the upcast; "
+            "temperature_order='after_upcast' cures it"
+        )
+    elif worst == fsdp.ROOT or worst == fsdp.head_name(policy.model):
+        what = "the logits themselves are rounded to the output dtype"
+    elif _feeds_final_norm(policy, worst) and a.live["cast_forward_inputs"]:
+        what = (
+            f"the final norm belongs to the root unit, which casts no inputs in between, so it sees the last layer's output "
+            f"in the output dtype ({worst})"
+        )
+    elif not a.live["cast_forward_inputs"]:
+        what = "the residual stream keeps the output dtype from layer to layer, because cast_forward_inputs=False"
+    elif policy.spec.precision == "float32":
+        what = "compute is float32, so every 16-bit unit output rounds the residual stream"
+    else:
+        what = f"{worst} rounds its output"
+    share = units[worst] / total if total else 0.0
+    return f"Cause: {what}. Switching {worst} alone makes {units[worst]:.1e} nats ({share:.0%} of all units' single effects)."
+
+
+def _feeds_final_norm(policy: Policy, unit: str) -> bool:
+    layers = [name for name in fsdp.unit_modules(policy.model) if ".layers." in name or ".h." in name]
+    return bool(layers) and unit == layers[-1]
+
+
+__all__ = ["THRESHOLDS", "DivergenceReport", "compare"]

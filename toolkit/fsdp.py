@@ -1,0 +1,317 @@
+"""FSDP2 as AutoModel applies it: apply, look into, switch, watch.
+
+The only file that touches private attributes of torch or nemo-automodel. Each use says why; tests/test_upstream.py
+fails loudly when one of them changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
+from nemo_automodel.components.distributed.mesh import ParallelismSizes
+from nemo_automodel.components.distributed.model_parallelizer import get_model_parallelizer
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
+# Private: the states and groups FSDP2 hangs on modules. There is no public way to change or watch a policy.
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from toolkit.spec import PolicySpec, torch_dtype
+
+ROOT = "(root)"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What one FSDP unit really is set to, read back from FSDP2 itself."""
+
+    name: str  # path in the model; the outermost unit is "(root)"
+    module: str  # class of the wrapped module
+    output_dtype: str
+    param_dtype: str  # of the gathered parameters: compute
+    reduce_dtype: str
+    cast_forward_inputs: bool
+    master_dtype: str  # of the sharded parameters and, with them, of the gradients the optimizer sees
+    num_parameters: int  # of the unit itself, over all its shards
+
+
+def build_setup(spec: PolicySpec, world_size: int) -> DistributedSetup:
+    """Describe the device mesh and FSDP2 policy to AutoModel."""
+    config = FSDP2Config(
+        sequence_parallel=spec.sequence_parallel,
+        mp_policy=_policy(spec, spec.output_dtype),
+        offload_policy=CPUOffloadPolicy(pin_memory=False) if spec.cpu_offload else None,
+    )
+    inside = spec.activation_checkpointing if spec.activation_checkpointing != "hf" else False
+    return DistributedSetup.build(
+        config,
+        ParallelismSizes(tp_size=spec.tensor_parallel_size),
+        activation_checkpointing=inside,
+        world_size=world_size,
+    )
+
+
+def _policy(spec: PolicySpec, output_dtype: str) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=torch_dtype(spec.precision),
+        reduce_dtype=torch_dtype(spec.reduce_dtype),
+        output_dtype=torch_dtype(output_dtype),
+        cast_forward_inputs=spec.cast_forward_inputs,
+    )
+
+
+def shard(model: nn.Module, setup: DistributedSetup) -> nn.Module:
+    """Apply tensor parallelism, checkpointing and FSDP2 through the model's AutoModel parallelizer, at any rank count.
+
+    `_apply` is what AutoModel's own dispatch ends in. It is called directly because the dispatch skips FSDP2, and with it
+    the whole mixed-precision policy, on a single rank: the picked output dtype would be a silent no-op there.
+    """
+    config, context = setup.strategy_config, setup.mesh_context
+    return get_model_parallelizer(model)._apply(
+        model=model,
+        device_mesh=context.device_mesh,
+        mp_policy=config.mp_policy,
+        offload_policy=config.offload_policy,
+        sequence_parallel=config.sequence_parallel,
+        activation_checkpointing=context.activation_checkpointing,
+        enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
+    )
+
+
+def unit_modules(model: nn.Module) -> dict[str, FSDPModule]:
+    """Every FSDP unit of the model by name, outermost first."""
+    return {name or ROOT: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+def _state(unit: FSDPModule) -> FSDPState:
+    return unit._get_fsdp_state()
+
+
+def _set_policy(unit: FSDPModule, policy: MixedPrecisionPolicy) -> None:
+    # The state reads output_dtype and cast_forward_inputs at every forward, so a change acts from the next one. The
+    # groups read param_dtype and reduce_dtype once, at the first forward.
+    state = _state(unit)
+    state._mp_policy = policy
+    for group in state._fsdp_param_groups:
+        group.mp_policy = policy
+
+
+def head_name(model: nn.Module) -> str | None:
+    """Name of the output projection's own FSDP unit, or None when the root owns it."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return next((name for name, unit in unit_modules(model).items() if unit is head and name != ROOT), None)
+
+
+def apply_spec(model: nn.Module, spec: PolicySpec, overrides: dict[str, str] | None = None) -> None:
+    """Set every unit to the spec's output dtype and input casts, live: it acts from the next forward on.
+
+    Args:
+        overrides: another output dtype for single units, by unit name (used to localise a divergence).
+    """
+    head = head_name(model)
+    for name, unit in unit_modules(model).items():
+        output_dtype = spec.root_output_dtype if name == ROOT else spec.output_dtype
+        policy = _policy(spec, (overrides or {}).get(name, output_dtype))
+        if name == head and spec.lm_head_precision == "float32":
+            # The input cast is this unit's own need: whatever the last layer emits has to meet float32 weights.
+            policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float32, cast_forward_inputs=True)
+        _set_policy(unit, policy)
+
+
+def inspect_units(model: nn.Module) -> list[Unit]:
+    """Read back what each FSDP unit is set to."""
+    found = []
+    for name, module in unit_modules(model).items():
+        state = _state(module)
+        policy = state._mp_policy
+        params = [p for group in state._fsdp_param_groups for p in group.fsdp_params]
+        masters = {str(p.sharded_param.dtype).removeprefix("torch.") for p in params}
+        found.append(
+            Unit(
+                name=name,
+                module=type(module).__name__.removeprefix("FSDP"),
+                output_dtype=str(policy.output_dtype).removeprefix("torch."),
+                param_dtype=str(policy.param_dtype).removeprefix("torch."),
+                reduce_dtype=str(policy.reduce_dtype).removeprefix("torch."),
+                cast_forward_inputs=policy.cast_forward_inputs,
+                master_dtype="+".join(sorted(masters)) or "none",
+                num_parameters=sum(p.sharded_param.numel() for p in params),
+            )
+        )
+    return found
+
+
+def check_units(model: nn.Module, spec: PolicySpec) -> list[Unit]:
+    """Compare what FSDP2 is set to with what was asked.
+
+    Raises:
+        RuntimeError: no unit exists, or one differs. Not a user's error: AutoModel or torch did something unexpected.
+    """
+    units = inspect_units(model)
+    if not units or units[0].name != ROOT:
+        raise RuntimeError("FSDP2 was not applied: the model has no root FSDP unit, so no output dtype would act.")
+    head = head_name(model)
+    for unit in units:
+        own_head = unit.name == head and spec.lm_head_precision == "float32"
+        output_dtype = spec.root_output_dtype if unit.name == ROOT else spec.output_dtype
+        wanted = {
+            "output_dtype": "float32" if own_head else output_dtype,
+            "param_dtype": "float32" if own_head else spec.precision,
+            "reduce_dtype": "float32" if own_head else spec.reduce_dtype,
+            "cast_forward_inputs": own_head or spec.cast_forward_inputs,
+        }
+        if unit.num_parameters:
+            wanted["master_dtype"] = "float32"
+        for field, value in wanted.items():
+            if getattr(unit, field) != value:
+                raise RuntimeError(
+                    f"FSDP unit {unit.name} has {field}={getattr(unit, field)} where {value} was asked for; nothing was run."
+                )
+    return units
+
+
+@contextlib.contextmanager
+def kept_unsharded(model: nn.Module) -> Iterator[None]:
+    """Gather every parameter at most once while many forwards run without gradient; free the copies at the end.
+
+    The public setter has no getter: the mesh each unit reshards to after forward is saved and put back by hand.
+    """
+    groups = [group for unit in unit_modules(model).values() for group in _state(unit)._fsdp_param_groups]
+    saved = [group.post_forward_mesh_info for group in groups]
+    root = unit_modules(model)[ROOT]
+    auto = {name: _state(unit)._auto_reshard_after_forward for name, unit in unit_modules(model).items()}
+    root.set_reshard_after_forward(False)
+    try:
+        yield
+    finally:
+        for group, mesh_info in zip(groups, saved, strict=True):
+            group.post_forward_mesh_info = mesh_info
+        for name, unit in unit_modules(model).items():
+            _state(unit)._auto_reshard_after_forward = auto[name]
+        reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every gathered copy of the parameters. Needed after a forward without backward: some units keep theirs."""
+    for unit in unit_modules(model).values():
+        unit.reshard()
+
+
+def recover(model: nn.Module) -> None:
+    """Make FSDP2 usable again after an exception left a forward or backward half done; gradients are dropped."""
+    unit_modules(model)[ROOT].reset_iter_state()
+    model.zero_grad(set_to_none=True)
+
+
+class Observer(Protocol):
+    """What `watch` tells about a forward and backward."""
+
+    def tag(self, context: str) -> contextlib.AbstractContextManager[None]:
+        """Allocations inside belong to `context`: "unshard" or "reduce"."""
+
+    def unit_output(self, unit: str, tensors: list[torch.Tensor]) -> None:
+        """A unit's forward ended with these tensors, already in its output dtype."""
+
+    def unit_backward(self, unit: str) -> None:
+        """Backward reached this unit."""
+
+    def gradients(self, tensors: list[torch.Tensor]) -> None:
+        """These are gradients: unsharded ones before their reduction, sharded ones after."""
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was resized in place, which is how FSDP2 allocates and frees gathered parameters."""
+
+
+@contextlib.contextmanager
+def watch(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Report FSDP2's hidden work in this process to `observer` while the context is open.
+
+    Patches the two private classes, because FSDP2 offers no events and its hooks are bound before anyone can wrap them.
+    """
+    names = {_state(unit): name for name, unit in unit_modules(model).items()}
+
+    def tagged(context: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+                with observer.tag(context):
+                    return original(self, *args, **kwargs)
+
+            return wrapper
+
+        return wrap
+
+    def watch_output(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: FSDPState, output: Any) -> Any:
+            output = original(self, output)
+            leaves = torch.utils._pytree.tree_leaves(output)
+            observer.unit_output(names.get(self, ""), [t for t in leaves if isinstance(t, torch.Tensor)])
+            return output
+
+        return wrapper
+
+    def watch_pre_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: FSDPState, grad: torch.Tensor) -> Any:
+            observer.unit_backward(names.get(self, ""))
+            return original(self, grad)
+
+        return wrapper
+
+    def watch_post_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: FSDPParamGroup, *unused: Any) -> None:
+            observer.gradients(_unsharded_gradients(self))
+            with observer.tag("reduce"):
+                original(self, *unused)
+            observer.gradients([p.sharded_param.grad for p in self.fsdp_params if p.sharded_param.grad is not None])
+
+        return wrapper
+
+    def watch_resize(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: torch.UntypedStorage, size: int) -> Any:
+            result = original(self, size)
+            observer.resized(self)
+            return result
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, wrap in (
+            (FSDPParamGroup, "unshard", tagged("unshard")),
+            (FSDPParamGroup, "wait_for_unshard", tagged("unshard")),
+            (FSDPParamGroup, "post_backward", watch_post_backward),
+            (FSDPState, "_cast_output_dtype", watch_output),
+            (FSDPState, "_pre_backward", watch_pre_backward),
+            (torch.UntypedStorage, "resize_", watch_resize),
+        ):
+            stack.enter_context(_patched(owner, name, wrap))
+        yield
+
+
+def _unsharded_gradients(group: FSDPParamGroup) -> list[torch.Tensor]:
+    grads = []
+    for param in group.fsdp_params:
+        unsharded = getattr(param, "_unsharded_param", None)  # exists only once the unit was gathered
+        if unsharded is not None and unsharded.grad is not None:
+            grads.append(unsharded.grad)
+        if param.unsharded_accumulated_grad is not None:
+            grads.append(param.unsharded_accumulated_grad)
+    return grads
+
+
+@contextlib.contextmanager
+def _patched(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    original = getattr(owner, name)
+    own = name in vars(owner)
+    setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)

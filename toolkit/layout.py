@@ -1,0 +1,176 @@
+"""Does this model, with these settings, fit on these ranks? What is asked of the model is read from its config only.
+
+Everything here runs in the notebook before any rank starts, and imports torch no more than `spec` does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import SpecError
+from toolkit.spec import GRPOConfig, PolicySpec, check_whole
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model's config says that the checks need; read without importing torch."""
+
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    tied_head: bool
+
+
+def model_facts(model: str | Path) -> ModelFacts:
+    """Read the facts of a causal language model from its folder or, for a hub id, from the hub's config.
+
+    Raises:
+        FileNotFoundError: no such folder, or no config.json or weights in it.
+        SpecError: the model is not a causal language model.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"model={str(model)!r}: the folder has no config.json, so it holds no Hugging Face model.")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+            raise FileNotFoundError(f"model={str(model)!r}: the folder has a config.json but no weights (*.safetensors).")
+        config = json.loads((folder / "config.json").read_text())
+    else:
+        config = _hub_config(str(model), folder)
+    architectures = config.get("architectures") or []
+    causal = [name for name in architectures if name.endswith(("ForCausalLM", "LMHeadModel"))]
+    if not causal:
+        found = ", ".join(architectures) or "no architecture"
+        raise SpecError(
+            f"model={str(model)!r} is no causal language model: its config names {found}, and GRPO needs next-token "
+            "logits. Choose a model whose architecture ends in ForCausalLM."
+        )
+    text = config.get("text_config") or config
+    heads = text.get("num_attention_heads", text.get("n_head", 0))
+    return ModelFacts(
+        architecture=causal[0],
+        vocab_size=text["vocab_size"],
+        num_layers=text.get("num_hidden_layers", text.get("n_layer", 0)),
+        num_heads=heads,
+        num_key_value_heads=text.get("num_key_value_heads") or heads,
+        # transformers' default for a config that does not say; Llama-family configs always do.
+        tied_head=config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)),
+    )
+
+
+def _hub_config(model: str, folder: Path) -> dict[str, Any]:
+    looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") != 1 or folder.is_file()
+    if looks_like_path:
+        raise FileNotFoundError(f"model={model!r}: there is no such folder. (A hub id looks like 'Qwen/Qwen3-0.6B'.)")
+    from transformers import AutoConfig
+
+    try:
+        return dict(AutoConfig.from_pretrained(model).to_dict())
+    except OSError as error:
+        raise FileNotFoundError(
+            f"model={model!r}: there is no such folder, and the hub gave no config for that id either."
+        ) from error
+
+
+def check_layout(spec: PolicySpec, facts: ModelFacts, *, ranks: int, device: str, num_gpus: int) -> None:
+    """Refuse what this model on these ranks cannot do, before any rank starts.
+
+    Args:
+        device: "cpu" or "cuda".
+        num_gpus: GPUs on this machine.
+
+    Raises:
+        SpecError: naming the setting, the sizes that clash, and the way out.
+    """
+    check_whole("ranks", ranks)
+    tp = spec.tensor_parallel_size
+    if device == "cuda" and ranks > num_gpus:
+        raise SpecError(
+            f"ranks={ranks} needs {ranks} GPUs, one per rank; this machine has {num_gpus}. "
+            + (f"Use ranks={num_gpus} or fewer, or device='cpu'." if num_gpus else "Use device='cpu'.")
+        )
+    if ranks % tp:
+        raise SpecError(
+            f"ranks={ranks} is not divisible by tensor_parallel_size={tp}: every copy of the model needs {tp} ranks. "
+            f"Use ranks={tp * max(1, ranks // tp)} or ranks={tp * (ranks // tp + 1)}."
+        )
+    if tp > 1:
+        sizes = {
+            "vocab_size": facts.vocab_size,
+            "num_attention_heads": facts.num_heads,
+            "num_key_value_heads": facts.num_key_value_heads,
+        }
+        for name, size in sizes.items():
+            if size % tp:
+                raise SpecError(
+                    f"tensor_parallel_size={tp} does not divide {name}={size} of {spec.model}. "
+                    f"{_common_divisors(sizes)} divide all of {', '.join(sizes)}."
+                )
+    if facts.tied_head and spec.lm_head_precision:
+        raise SpecError(
+            f"lm_head_precision={spec.lm_head_precision!r}: the head of {spec.model} is tied to its input embedding, and "
+            "one shared parameter cannot have two compute dtypes under FSDP2. Use an untied model, or precision='float32'."
+        )
+    check_output_dtype(spec, head_in_root=facts.tied_head)
+    if device == "cpu" and spec.cpu_offload:
+        raise SpecError("cpu_offload=True does nothing on device='cpu': everything is in host memory already.")
+    if device == "cpu" and spec.attn_implementation == "flash_attention_2":
+        raise SpecError("attn_implementation='flash_attention_2' has no CPU kernel. Use 'sdpa' or 'eager'.")
+
+
+def check_output_dtype(spec: PolicySpec, *, head_in_root: bool) -> None:
+    """Refuse an output dtype that would crash in the head: in the root unit nobody casts its input back.
+
+    Raises:
+        SpecError: with the three ways out.
+    """
+    if head_in_root and not spec.runs_autocast and spec.output_dtype != spec.precision:
+        raise SpecError(
+            f"output_dtype={spec.output_dtype!r} without autocast: the head belongs to the root FSDP unit here (it is tied "
+            f"to the embedding), so the last layer's {spec.output_dtype} output meets {spec.precision} head weights, which "
+            f"no matmul accepts. Set autocast=True (needs a 16-bit precision), or output_dtype={spec.precision!r}."
+        )
+
+
+def check_batch(config: GRPOConfig, *, data_parallel_size: int) -> None:
+    """Refuse a batch that does not divide over the data-parallel ranks.
+
+    Raises:
+        SpecError: naming both numbers and the nearest that fit.
+    """
+    prompts, dp = config.num_prompts_per_step, data_parallel_size
+    if prompts % dp:
+        below, above = prompts - prompts % dp, prompts + dp - prompts % dp
+        fits = f"{below} or {above}" if below else str(above)
+        raise SpecError(
+            f"num_prompts_per_step={prompts} does not divide over {dp} data-parallel ranks (groups stay whole on a rank, so "
+            f"that baselines need no communication). Use {fits}."
+        )
+
+
+def check_temperature_order(spec: PolicySpec, temperature: float) -> None:
+    """Refuse `temperature_order="before_upcast"` where it cannot differ from the default.
+
+    Dividing by a power of two only shifts exponents, so both orders give the same bits.
+
+    Raises:
+        SpecError: with a temperature at which the order matters.
+    """
+    if spec.temperature_order == "before_upcast" and math.frexp(temperature)[0] == 0.5:
+        raise SpecError(
+            f"temperature_order='before_upcast' changes nothing at temperature={temperature}: dividing by a power of two is "
+            "exact in any floating dtype. Set another temperature, e.g. 0.7, or leave the order at 'after_upcast'."
+        )
+
+
+def _common_divisors(sizes: Mapping[str, int]) -> str:
+    common = math.gcd(*sizes.values())
+    return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)

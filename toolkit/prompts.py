@@ -1,0 +1,160 @@
+"""Tasks and tokens: where prompts come from, how they become token ids, and the one place that knows padding.
+
+Shapes: _P prompts, _G completions of each, _B = P*G sequences, _T tokens. Prompts are padded on the left, so that every
+completion starts in the same column; completions are padded on the right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.errors import SpecError
+
+Reward = Callable[[str, str, str], float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts with answers, and how a completion is graded.
+
+    Attributes:
+        name: shown in records.
+        problems: (prompt, answer) pairs to train on.
+        held_out: pairs never trained on, for `Session.evaluate`.
+        reward: `reward(prompt, completion, answer) -> float`; None grades by `rewards.exact_match`.
+    """
+
+    name: str
+    problems: list[tuple[str, str]]
+    held_out: list[tuple[str, str]] = field(default_factory=list)
+    reward: Reward | None = None
+
+    def __repr__(self) -> str:
+        return f"Task({self.name}: {len(self.problems)} problems, {len(self.held_out)} held out)"
+
+
+@functools.cache
+def arithmetic() -> Task:
+    """All sums of two numbers below 100: `12+7=` -> `19`; about one in ten is held out.
+
+    Held-out sums are picked by a multiplicative hash. (A linear rule such as `(7a + 13b) % 10` hides whole digit pairs
+    from training, and the held-out accuracy then measures something else.)
+    """
+    train, held_out = [], []
+    for a in range(100):
+        for b in range(100):
+            hashed = ((100 * a + b) * 2654435761) % 2**32  # Knuth's multiplier
+            (held_out if hashed < 2**32 // 10 else train).append((f"{a}+{b}=", str(a + b)))
+    return Task("arithmetic", train, held_out)
+
+
+def resolve_task(task: Any) -> Task:
+    """Make a `Task` of what a user gave: the name of one, a `Task`, or `(prompt, answer)` pairs.
+
+    Raises:
+        SpecError: an unknown name, no problems, or an item that is no pair of strings; names the item.
+    """
+    if isinstance(task, Task):
+        resolved = task
+    elif task == "arithmetic":
+        resolved = arithmetic()
+    elif isinstance(task, str):
+        raise SpecError(f"task={task!r} is not known; use 'arithmetic', a toolkit Task, or (prompt, answer) pairs.")
+    elif isinstance(task, Iterable):
+        resolved = Task("custom", list(task))
+    else:
+        raise SpecError(f"task={task!r} must be 'arithmetic', a toolkit Task, or an iterable of (prompt, answer) pairs.")
+    if not resolved.problems:
+        raise SpecError(f"task {resolved.name!r} has no problems; give at least one (prompt, answer) pair.")
+    for index, item in enumerate([*resolved.problems, *resolved.held_out]):
+        if not (isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(s, str) for s in item)):
+            raise SpecError(f"task item {index} is {item!r}; each must be a (prompt, answer) pair of strings.")
+        if not item[0]:
+            raise SpecError(f"task item {index} has an empty prompt; the first token would have nothing to follow.")
+    return resolved
+
+
+def draw_problems(task: Task, count: int, seed: int, step: int) -> list[tuple[str, str]]:
+    """Draw the problems of a step: the same on every rank, on any number of ranks, and after a resume."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    if count <= len(task.problems):
+        picks = torch.randperm(len(task.problems), generator=generator)[:count]
+    else:
+        picks = torch.randint(len(task.problems), (count,), generator=generator)
+    return [(task.problems[i][0], task.problems[i][1]) for i in picks.tolist()]
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
+    """Turn prompts into token ids, through the tokenizer's chat template if it has one.
+
+    Encoding a chat model's prompt without its template moves it off its own distribution and inflates every divergence.
+    """
+    if tokenizer.chat_template is None:
+        return [tokenizer(text, add_special_tokens=True)["input_ids"] for text in prompts]
+    chats = [[{"role": "user", "content": text}] for text in prompts]
+    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+    return [list(ids) for ids in encoded["input_ids"]]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Padded sequences. All tensors are [B, T] on one device."""
+
+    ids_BT: torch.Tensor  # int64
+    mask_BT: torch.Tensor  # int64, 1 where a real token is
+    positions_BT: torch.Tensor  # int64, 0 at the first real token; 1 at pads, which are masked (HF's convention)
+    token_mask_BT: torch.Tensor  # float32, 1 at completion tokens (the end-of-sequence token included), 0 elsewhere
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The sequences from `start` up to `stop`."""
+        return Batch(*(getattr(self, name)[start:stop] for name in self.__slots__))
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device."""
+        return Batch(*(getattr(self, name).to(device) for name in self.__slots__))
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.ids_BT.shape[0]
+
+
+def make_batch(
+    sequences: list[list[int]], prompt_lengths: list[int], pad_id: int, *, side: str = "prompt", width: int | None = None
+) -> Batch:
+    """Pad sequences to one width.
+
+    Args:
+        sequences: token ids of prompt and completion together.
+        prompt_lengths: how many of them are prompt.
+        side: "prompt" aligns the ends of the prompts (pads left of them, and right of the completions); "left" and
+            "right" put all pads on that side.
+        width: at least this many columns.
+    """
+    widest_prompt = max(prompt_lengths)
+    starts = []
+    for ids, prompt in zip(sequences, prompt_lengths, strict=True):
+        starts.append({"prompt": widest_prompt - prompt, "left": -len(ids), "right": 0}[side])
+    if side == "left":
+        total = max(max(map(len, sequences)), width or 0)
+        starts = [total + s for s in starts]
+    total = max(max(s + len(ids) for s, ids in zip(starts, sequences, strict=True)), width or 0)
+    ids_BT = torch.full((len(sequences), total), pad_id, dtype=torch.int64)
+    mask_BT = torch.zeros_like(ids_BT)
+    token_mask_BT = torch.zeros(ids_BT.shape, dtype=torch.float32)
+    for row, (ids, prompt, start) in enumerate(zip(sequences, prompt_lengths, starts, strict=True)):
+        ids_BT[row, start : start + len(ids)] = torch.tensor(ids)
+        mask_BT[row, start : start + len(ids)] = 1
+        token_mask_BT[row, start + prompt : start + len(ids)] = 1
+    return Batch(ids_BT, mask_BT, positions_of(mask_BT), token_mask_BT)
+
+
+def positions_of(mask_BT: torch.Tensor) -> torch.Tensor:
+    """Position ids [B, T] that count real tokens only, so that learned positions are right under left padding."""
+    return (mask_BT.cumsum(-1) - 1).masked_fill(mask_BT == 0, 1)

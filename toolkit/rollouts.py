@@ -1,0 +1,176 @@
+"""Sampling: batched decoding with a KV cache under FSDP2, all ranks in lockstep.
+
+Shapes: _P prompts, _G completions of each, _B = P*G sequences of this rank, _T tokens, _N new tokens, _V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from toolkit import fsdp
+from toolkit.logprobs import token_logprobs
+from toolkit.policy import Policy
+from toolkit.prompts import Batch, encode_prompts, make_batch, positions_of
+
+
+@dataclass(slots=True)
+class Rollouts:
+    """Completions of one step on one rank, or of all ranks once gathered. Everything is on the CPU.
+
+    Sequences of one prompt are adjacent: sequence b belongs to prompt b // G.
+    """
+
+    prompts: list[str]  # B
+    completions: list[str]  # B; the end-of-sequence token is left out
+    answers: list[str]  # B
+    batch: Batch
+    generation_logprobs_BT: torch.Tensor  # float32, what the sampler computed; 0 at prompt and pad tokens
+    stopped_B: torch.Tensor  # bool, True if the completion ended itself, False if max_new_tokens cut it off
+    num_generations: int  # G
+
+
+@torch.no_grad()
+def sample(
+    policy: Policy,
+    problems: Sequence[tuple[str, str]],
+    *,
+    num_generations: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    greedy: bool = False,
+) -> Rollouts:
+    """Sample completions of this rank's share of the problems.
+
+    Each sequence draws one uniform number per token from a table that depends on the seed and its place among all
+    sequences only, and picks the token by inverting the cumulative distribution. So one rank and many sample the same.
+
+    Args:
+        problems: of the whole step, the same on every rank; data-parallel rank r takes the r-th block.
+        greedy: take the most likely token; temperature, top_p and top_k then play no part in the choice.
+
+    Returns:
+        Rollouts of this rank. `generation_logprobs_BT` are at the sampling temperature over the whole vocabulary (top_p
+        and top_k do not renormalise them), which is what training compares with.
+    """
+    share = len(problems) // policy.data_size
+    first_prompt = policy.data_rank * share
+    mine = [problem for problem in problems[first_prompt : first_prompt + share] for _ in range(num_generations)]
+    prompt_ids = encode_prompts(policy.tokenizer, [prompt for prompt, _ in mine])
+    pad_id = policy.tokenizer.pad_token_id
+    prompt_batch = make_batch(prompt_ids, [len(ids) for ids in prompt_ids], pad_id).to(policy.device)
+    generator = torch.Generator().manual_seed(seed)
+    uniform_BN = torch.rand(
+        len(problems) * num_generations, max_new_tokens, generator=generator, dtype=torch.float64
+    ).narrow(0, first_prompt * num_generations, len(mine))
+
+    policy.model.eval()
+    with fsdp.kept_unsharded(policy.model):
+        tokens_BN, logprobs_BN = _decode(
+            policy, prompt_batch, uniform_BN, temperature=temperature, top_p=top_p, top_k=top_k, greedy=greedy
+        )
+
+    eos_id = policy.tokenizer.eos_token_id
+    lengths, stopped = _completion_lengths(tokens_BN, eos_id)
+    completions = [row[:n].tolist() for row, n in zip(tokens_BN, lengths, strict=True)]
+    batch = make_batch(
+        [p + c for p, c in zip(prompt_ids, completions, strict=True)],
+        [len(p) for p in prompt_ids],
+        pad_id,
+        width=prompt_batch.ids_BT.shape[1] + max_new_tokens,
+    )
+    generation_logprobs_BT = torch.zeros(batch.ids_BT.shape, dtype=torch.float32)
+    generation_logprobs_BT[:, prompt_batch.ids_BT.shape[1] :][:, : logprobs_BN.shape[1]] = logprobs_BN
+    generation_logprobs_BT *= batch.token_mask_BT
+    return Rollouts(
+        prompts=[prompt for prompt, _ in mine],
+        completions=[
+            policy.tokenizer.decode([t for t in c if t != eos_id], skip_special_tokens=True) for c in completions
+        ],
+        answers=[answer for _, answer in mine],
+        batch=batch,
+        generation_logprobs_BT=generation_logprobs_BT,
+        stopped_B=stopped,
+        num_generations=num_generations,
+    )
+
+
+def _decode(
+    policy: Policy,
+    prompts: Batch,
+    uniform_BN: torch.Tensor,
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int | None,
+    greedy: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode until every sequence of every rank has ended; returns tokens and logprobs [B, N'], N' at most N, on CPU."""
+    warpers = [TopKLogitsWarper(top_k)] if top_k is not None else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
+    eos_id = policy.tokenizer.eos_token_id
+    num_new = uniform_BN.shape[1]
+    ids_BT, mask_BT = prompts.ids_BT, prompts.mask_BT
+    ended_B = torch.zeros(len(ids_BT), dtype=torch.bool, device=policy.device)
+    tokens, logprobs, cache = [], [], None
+    for step in range(num_new):
+        policy.progress("sampling", step, num_new)
+        positions_BT = positions_of(mask_BT)[:, -ids_BT.shape[1] :]
+        with policy.autocast():
+            output = policy.forward(
+                ids_BT, mask_BT, positions_BT, use_cache=True, past_key_values=cache, logits_to_keep=1
+            )
+        cache = output.past_key_values
+        logits_BV = _whole(output.logits[:, -1])
+        scaled_BV = logits_BV.float() / temperature
+        for warper in warpers:
+            scaled_BV = warper(None, scaled_BV)
+        token_B = logits_BV.argmax(-1) if greedy else _invert(scaled_BV, uniform_BN[:, step].to(policy.device))
+        token_B = _agree(policy, token_B)
+        logprobs.append(token_logprobs(logits_BV, token_B, temperature=temperature).cpu())
+        tokens.append(token_B.cpu())
+        ended_B |= token_B == eos_id
+        ids_BT = token_B.unsqueeze(-1)
+        mask_BT = torch.cat([mask_BT, torch.ones_like(ids_BT)], dim=1)
+        policy.stop_if_asked()
+        running = torch.tensor([int((~ended_B).sum())])
+        dist.all_reduce(running)  # lockstep: a rank that stops early would leave the others in an all-gather
+        if not running.item():
+            break
+    policy.progress("sampling", num_new, num_new)
+    return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+
+
+def _whole(logits: torch.Tensor) -> torch.Tensor:
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def _invert(scaled_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulative distribution passes the uniform number; float64, so that no tail is lost."""
+    cumulative_BV = torch.softmax(scaled_BV.double(), dim=-1).cumsum(-1)
+    threshold_B = uniform_B * cumulative_BV[:, -1]
+    return torch.searchsorted(cumulative_BV, threshold_B.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def _agree(policy: Policy, token_B: torch.Tensor) -> torch.Tensor:
+    """Make tensor-parallel peers continue with the same tokens, whatever their last bits say."""
+    if policy.tensor_size > 1:
+        group = policy.mesh["tp"].get_group()
+        dist.broadcast(token_B, src=dist.get_global_rank(group, 0), group=group)
+    return token_B
+
+
+def _completion_lengths(tokens_BN: torch.Tensor, eos_id: int) -> tuple[list[int], torch.Tensor]:
+    """Number of completion tokens up to and including the first end of sequence, and whether there is one, per row."""
+    is_eos_BN = tokens_BN == eos_id
+    stopped_B = is_eos_BN.any(-1)
+    first_B = torch.where(stopped_B, is_eos_BN.int().argmax(-1) + 1, tokens_BN.shape[1])
+    return first_B.tolist(), stopped_B

@@ -1,0 +1,315 @@
+"""What a session is asked to be: dtypes, `PolicySpec`, `GRPOConfig`, and every check of their combinations.
+
+Nothing here imports torch: a wrong setting is refused before anything heavy starts. A check names what was typed, why
+it cannot work (or would do nothing), and the way out. Numbered facts are those of the README's section "What decides".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from toolkit.errors import SpecError
+
+if TYPE_CHECKING:
+    import torch
+
+Checkpointing = Literal["full", "selective", "hf"]
+LogprobMode = Literal["materialized", "chunked"]
+TemperatureOrder = Literal["after_upcast", "before_upcast"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One row of the dtype table."""
+
+    name: str
+    bytes: int
+    mantissa_bits: int  # explicitly stored; relative rounding error is 2**-(mantissa_bits + 1)
+    max_value: float
+
+
+#: The one table of dtype names. Everything that names, sizes or validates a dtype reads it here.
+DTYPES: dict[str, DType] = {
+    "float32": DType("float32", 4, 23, 3.4028234663852886e38),
+    "bfloat16": DType("bfloat16", 2, 7, 3.3895313892515355e38),
+    "float16": DType("float16", 2, 10, 65504.0),
+}
+_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def dtype_name(value: Any, field: str = "dtype") -> str:
+    """Return the table name of a dtype given as a name, an alias (`bf16`) or a `torch.dtype`.
+
+    Raises:
+        SpecError: for anything that is not in the table; names `field`, what was given, and what is allowed.
+    """
+    name = str(value).removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name not in DTYPES:
+        guess = difflib.get_close_matches(name, [*DTYPES, *_ALIASES], n=1)
+        hint = f" Did you mean {_ALIASES.get(guess[0], guess[0])!r}?" if guess else ""
+        raise SpecError(f"{field}={value!r} is not a dtype this toolkit knows; choose one of {', '.join(DTYPES)}.{hint}")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a table name."""
+    import torch
+
+    dtype = getattr(torch, DTYPES[name].name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise SpecError(f"{field}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}.")
+
+
+def check_whole(field: str, value: Any, minimum: int = 1) -> None:
+    """Raise a SpecError unless `value` is a whole number of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise SpecError(f"{field}={value!r} must be a whole number of at least {minimum}.")
+
+
+def _number(field: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    in_range = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not in_range or (open_low and value == low):
+        bound = f"above {low}" if open_low else f"at least {low}"
+        raise SpecError(f"{field}={value!r} must be a number {bound}" + (f" and at most {high}." if high < math.inf else "."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySpec:
+    """How the policy is built and at which precision each part of it runs.
+
+    Names are NeMo-RL's and torch's where they have one. Validated at construction.
+
+    Attributes:
+        model: a local folder in Hugging Face format, or a hub id.
+        output_dtype: dtype every FSDP unit casts its outputs to (`MixedPrecisionPolicy.output_dtype`; NeMo-RL PR 4115
+            calls it `fsdp_output_dtype`). Switchable on a live session.
+        precision: compute dtype, i.e. that of the gathered parameters (`MixedPrecisionPolicy.param_dtype`). The sharded
+            master parameters are always float32.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        cast_forward_inputs: every unit casts its floating inputs to `precision` first (torch's and NeMo-RL's default).
+            False leaves them as the previous unit's output dtype made them: with float32 outputs, a true float32
+            residual stream.
+        autocast: run forward, loss and backward under `torch.autocast(precision)`, as NeMo-RL does; of no consequence
+            at float32 compute.
+        lm_head_precision: None, or "float32" to run the output projection in float32.
+        tensor_parallel_size: ranks that share one copy of each layer. The rest are data parallel.
+        sequence_parallel: shard the sequence between the tensor-parallel regions.
+        activation_checkpointing: False; "full" or "selective" (AutoModel's, inside the FSDP unit); "hf" (Hugging Face's,
+            outside it: then the output dtype decides the dtype of one saved tensor per layer).
+        cpu_offload: keep sharded parameters and optimizer state in host memory (CUDA only).
+        logprob_mode: "materialized" takes a float32 copy of all logits; "chunked" never has more than
+            `logprob_chunk_size` rows of it, forward or backward.
+        logprob_chunk_size: rows (tokens) of logits upcast at a time; only for "chunked", where None means 1024.
+        temperature_order: "after_upcast" divides float32 logits by the temperature; "before_upcast" reproduces NeMo-RL
+            and divides in the output dtype.
+        sequence_packing: not available yet; only False.
+        attn_implementation: None (sdpa), "eager", "sdpa", or "flash_attention_2" (CUDA only).
+        seed: of parameter initialisation, prompts and sampling.
+
+    Raises:
+        SpecError: a value or combination that would do nothing or crash later.
+    """
+
+    model: str | Path
+    output_dtype: str = "float32"
+    precision: str = "bfloat16"
+    reduce_dtype: str = "float32"
+    cast_forward_inputs: bool = True
+    autocast: bool = True
+    lm_head_precision: str | None = None
+    tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+    activation_checkpointing: Checkpointing | Literal[False] = False
+    cpu_offload: bool = False
+    logprob_mode: LogprobMode = "materialized"
+    logprob_chunk_size: int | None = None
+    temperature_order: TemperatureOrder = "after_upcast"
+    sequence_packing: bool = False
+    attn_implementation: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | os.PathLike) or not str(self.model):
+            raise SpecError(f"model={self.model!r} must be a folder or a hub id, e.g. tk.tiny_policy().")
+        object.__setattr__(self, "model", str(self.model))
+        for field in ("output_dtype", "precision", "reduce_dtype"):
+            object.__setattr__(self, field, dtype_name(getattr(self, field), field))
+        if self.lm_head_precision is not None:
+            object.__setattr__(self, "lm_head_precision", dtype_name(self.lm_head_precision, "lm_head_precision"))
+        for field in ("cast_forward_inputs", "autocast", "sequence_parallel", "cpu_offload", "sequence_packing"):
+            _one_of(field, getattr(self, field), (True, False))
+        if self.activation_checkpointing is True:
+            object.__setattr__(self, "activation_checkpointing", "full")
+        _one_of("activation_checkpointing", self.activation_checkpointing, (False, *get_args(Checkpointing)))
+        _one_of("logprob_mode", self.logprob_mode, get_args(LogprobMode))
+        _one_of("temperature_order", self.temperature_order, get_args(TemperatureOrder))
+        _one_of("attn_implementation", self.attn_implementation, (None, "eager", "sdpa", "flash_attention_2"))
+        check_whole("tensor_parallel_size", self.tensor_parallel_size)
+        check_whole("seed", self.seed, minimum=0)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if not self.cast_forward_inputs and not self.runs_autocast and self.output_dtype != self.precision:
+            # torch: "expected m1 and m2 to have the same dtype", from the second unit on.
+            raise SpecError(
+                f"output_dtype={self.output_dtype!r} with cast_forward_inputs=False and no autocast would hand "
+                f"{self.output_dtype} activations to {self.precision} weights, which no matmul accepts. Set "
+                f"cast_forward_inputs=True, or autocast=True (needs a 16-bit precision), or output_dtype={self.precision!r}."
+            )
+        if self.lm_head_precision not in (None, "float32"):
+            raise SpecError(
+                f"lm_head_precision={self.lm_head_precision!r}: only 'float32' makes a difference here; the head already "
+                f"runs in precision={self.precision!r}. Leave it at None."
+            )
+        if self.lm_head_precision == "float32" and self.precision == "float32":
+            raise SpecError(
+                "lm_head_precision='float32' changes nothing at precision='float32': the head already runs in it. "
+                "Leave it at None."
+            )
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise SpecError(
+                "sequence_parallel=True does nothing at tensor_parallel_size=1: there is no group to shard the sequence "
+                "over. Set tensor_parallel_size to 2 or more, or sequence_parallel=False."
+            )
+        if self.logprob_chunk_size is not None:
+            if self.logprob_mode != "chunked":
+                raise SpecError(
+                    f"logprob_chunk_size={self.logprob_chunk_size} does nothing with logprob_mode={self.logprob_mode!r}, "
+                    "which upcasts all logits at once. Set logprob_mode='chunked', or leave the chunk size at None."
+                )
+            check_whole("logprob_chunk_size", self.logprob_chunk_size)
+        if self.sequence_packing:
+            raise SpecError(
+                "sequence_packing=True is not available: sequences are padded, not packed. Leave it at False; "
+                "train_micro_batch_size bounds the padded tokens held at once."
+            )
+
+    @property
+    def runs_autocast(self) -> bool:
+        """Whether an autocast region is entered (there is none to enter at float32 compute)."""
+        return self.autocast and self.precision != "float32"
+
+    @property
+    def root_output_dtype(self) -> str:
+        """Output dtype of the root unit, which returns the logits.
+
+        A 16-bit root would round a float32 head's logits back (torch casts the whole output tree), so the root keeps
+        float32 when the head does; all other units keep `output_dtype`.
+        """
+        return "float32" if self.lm_head_precision == "float32" else self.output_dtype
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """Rows of logits upcast at a time, None for all."""
+        return (self.logprob_chunk_size or 1024) if self.logprob_mode == "chunked" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """One GRPO step: what is sampled, how it is graded, and the clipped policy-gradient update.
+
+    Names are NeMo-RL's. Validated at construction.
+
+    Attributes:
+        task: "arithmetic", a `prompts.Task`, or an iterable of `(prompt, answer)` pairs.
+        num_prompts_per_step: prompts sampled per step, over all ranks.
+        num_generations_per_prompt: completions per prompt; their mean reward is the baseline, so at least 2.
+        max_new_tokens: tokens sampled per completion at most.
+        temperature: of sampling, and of the logprobs trained on.
+        top_p, top_k: keep the smallest set of tokens with this probability / this many tokens; 1.0 / None keep all.
+        train_micro_batch_size: sequences per forward and backward on a rank; None takes all of a rank's at once.
+        learning_rate, weight_decay: of AdamW (betas 0.9, 0.999).
+        warmup_steps: the learning rate rises linearly to its value over this many steps.
+        max_grad_norm: gradients are scaled down to this total norm; None leaves them.
+        ratio_clip_min, ratio_clip_max: the probability ratio counts within [1 - min, 1 + max].
+        ratio_clip_c: dual clip; bounds the loss of tokens with negative advantage at this multiple of it; None is off.
+        token_level_loss: True averages over all tokens of the step, False over sequences of their token means.
+        normalize_rewards: divide advantages by the group's standard deviation.
+        use_leave_one_out_baseline: a completion's baseline leaves out its own reward.
+
+    Raises:
+        SpecError: a value out of range.
+    """
+
+    task: Any = "arithmetic"
+    num_prompts_per_step: int = 32
+    num_generations_per_prompt: int = 8
+    max_new_tokens: int = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    train_micro_batch_size: int | None = None
+    learning_rate: float = 5e-6
+    weight_decay: float = 0.01
+    warmup_steps: int = 0
+    max_grad_norm: float | None = 1.0
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: float | None = None
+    token_level_loss: bool = True
+    normalize_rewards: bool = True
+    use_leave_one_out_baseline: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("num_prompts_per_step", "max_new_tokens"):
+            check_whole(field, getattr(self, field))
+        check_whole("warmup_steps", self.warmup_steps, minimum=0)
+        if self.num_generations_per_prompt == 1:
+            raise SpecError(
+                "num_generations_per_prompt=1: the baseline of a group is its mean reward, so the advantage of a group "
+                "of one is always 0 and nothing would be learned. Use 2 or more."
+            )
+        check_whole("num_generations_per_prompt", self.num_generations_per_prompt, minimum=2)
+        if self.train_micro_batch_size is not None:
+            check_whole("train_micro_batch_size", self.train_micro_batch_size)
+        if self.top_k is not None:
+            check_whole("top_k", self.top_k)
+        if self.temperature == 0:
+            raise SpecError(
+                "temperature=0: 1/T is infinite, and greedy completions of one prompt are all the same, so every "
+                "advantage is 0. Use session.evaluate() for greedy accuracy; sample with a temperature above 0."
+            )
+        _number("temperature", self.temperature, 0, open_low=True)
+        _number("top_p", self.top_p, 0, 1, open_low=True)
+        _number("learning_rate", self.learning_rate, 0)
+        _number("weight_decay", self.weight_decay, 0)
+        if self.max_grad_norm is not None:
+            _number("max_grad_norm", self.max_grad_norm, 0, open_low=True)
+        _number("ratio_clip_min", self.ratio_clip_min, 0, 1)
+        _number("ratio_clip_max", self.ratio_clip_max, 0)
+        if self.ratio_clip_c is not None:
+            _number("ratio_clip_c", self.ratio_clip_c, 1, open_low=True)
+        for field in ("token_level_loss", "normalize_rewards", "use_leave_one_out_baseline"):
+            _one_of(field, getattr(self, field), (True, False))
+
+
+def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sort keyword fields into those of `PolicySpec` and those of `GRPOConfig`.
+
+    Raises:
+        SpecError: a name that neither has; suggests the nearest.
+    """
+    spec_names = {f.name for f in dataclasses.fields(PolicySpec)}
+    grpo_names = {f.name for f in dataclasses.fields(GRPOConfig)}
+    for name in fields:
+        if name not in spec_names | grpo_names:
+            guess = difflib.get_close_matches(name, spec_names | grpo_names, n=1)
+            hint = f" Did you mean {guess[0]!r}?" if guess else ""
+            raise SpecError(f"{name!r} is no field of PolicySpec or GRPOConfig.{hint}")
+    return (
+        {k: v for k, v in fields.items() if k in spec_names},
+        {k: v for k, v in fields.items() if k in grpo_names},
+    )

@@ -1,0 +1,375 @@
+"""One GRPO step: sample, grade, compare with the group, score, and take one clipped, gradient-clipped AdamW step.
+
+Shapes: _P prompts, _G completions of each, _B = P*G sequences of this rank, _T tokens.
+
+Losses are sums divided by token (or sequence) counts of the whole step over all ranks, so micro-batching, gradient
+accumulation and the number of ranks change nothing but rounding. FSDP2 averages gradients over data-parallel ranks; the
+loss is multiplied by their number beforehand to undo that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from toolkit import fsdp
+from toolkit.advantages import group_advantages
+from toolkit.logprobs import next_token_logprobs
+from toolkit.losses import clipped_policy_gradient
+from toolkit.mismatch import mismatch_sums
+from toolkit.policy import Policy, by_mesh, set_optimizer
+from toolkit.prompts import Batch, Reward
+from toolkit.records import Report
+from toolkit.rewards import exact_match, grade
+from toolkit.rollouts import Rollouts, sample
+from toolkit.spec import GRPOConfig
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+@dataclass(repr=False)
+class StepRecord(Report):
+    """What one GRPO step did. Metric names are NeMo-RL's.
+
+    Attributes:
+        step: counted from 1.
+        output_dtype: the FSDP output dtype it ran with.
+        metrics: reward (mean), loss, grad_norm (before clipping), lr, the mismatch between the sampler's logprobs and the
+            trainer's, probability ratios, token counts.
+        seconds: wall time per phase on rank 0.
+        examples: prompt, completion, answer and reward of the first completions of rank 0.
+    """
+
+    step: int
+    output_dtype: str
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    examples: list[tuple[str, str, str, float]] = field(default_factory=list)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        total = sum(self.seconds.values())
+        return {"step": self.step, "output_dtype": self.output_dtype, **self.metrics, "seconds": total}
+
+    @property
+    def headline(self) -> str:
+        m = self.metrics
+        return (
+            f"step {self.step} ({self.output_dtype} outputs): reward {m['reward']:.3f}, loss {m['loss']:.4f}, "
+            f"grad norm {m['grad_norm']:.3f}, sampler/trainer mismatch {m['token_mult_prob_error']:.4f}"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        import pandas as pd
+
+        return pd.DataFrame([self.summary])
+
+    def figure(self) -> go.Figure:
+        return StepRecords([self]).figure()
+
+
+class StepRecords(list[StepRecord]):
+    """Records of consecutive steps; a list that shows itself as a table."""
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row per step."""
+        import pandas as pd
+
+        return pd.DataFrame([record.summary for record in self])
+
+    def figure(self) -> go.Figure:
+        """Reward, loss and mismatch by step."""
+        from toolkit.figures import steps_figure
+
+        return steps_figure(self.to_frame())
+
+    def __repr__(self) -> str:
+        if not self:
+            return "StepRecords: no steps"
+        first, last = self[0], self[-1]
+        return (
+            f"StepRecords: {len(self)} steps, reward {first.metrics['reward']:.3f} -> {last.metrics['reward']:.3f} "
+            f"({last.output_dtype} outputs)"
+        )
+
+    def _repr_html_(self) -> str:
+        columns = ["step", "output_dtype", "reward", "loss", "grad_norm", "token_mult_prob_error", "seconds"]
+        return self.to_frame()[columns].to_html(index=False, float_format="{:.4g}".format, border=0) if self else ""
+
+
+@dataclass(slots=True)
+class TrainingBatch:
+    """What the update needs, on the policy's device."""
+
+    batch: Batch
+    advantages_B: torch.Tensor  # float32
+    previous_BT: torch.Tensor  # [B, T-1] float32, logprobs before the update
+    num_tokens: float  # of the whole step, over all ranks
+    num_sequences: float
+
+    def micro_batches(self, size: int | None) -> Iterator[TrainingBatch]:
+        """Pieces of at most `size` sequences, None for all at once."""
+        total = self.batch.num_sequences
+        for start in range(0, total, size or total):
+            stop = start + (size or total)
+            yield TrainingBatch(
+                self.batch.rows(start, stop),
+                self.advantages_B[start:stop],
+                self.previous_BT[start:stop],
+                self.num_tokens,
+                self.num_sequences,
+            )
+
+
+def grpo_step(
+    policy: Policy, config: GRPOConfig, problems: list[tuple[str, str]], reward: Reward | None, step: int
+) -> StepRecord:
+    """Run one step on this rank (all ranks together); `step` counts from 0.
+
+    Interrupted or failed before the optimizer, it leaves parameters, moments and counters as they were, and the next call
+    draws the same prompts and random numbers.
+    """
+    clock = _Clock()
+    rollouts = sample_step(policy, config, problems, step)
+    clock.lap("sampling")
+    rewards_B = grade_together(policy, rollouts, reward)
+    clock.lap("grading")
+    training = training_batch(policy, config, rollouts, rewards_B)
+    clock.lap("logprobs")
+    lr = set_optimizer(policy, config, step)
+    loss, sums = forward_backward(policy, config, training)
+    grad_norm = clip_gradients(policy, config.max_grad_norm)
+    policy.stop_if_asked()
+    policy.optimizer.step()
+    policy.optimizer.zero_grad(set_to_none=True)
+    clock.lap("training")
+
+    metrics = {"reward": 0.0, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+    metrics |= _reduce_metrics(policy, rollouts, training, rewards_B, sums)
+    shown = zip(rollouts.prompts[:4], rollouts.completions, rollouts.answers, rewards_B.tolist(), strict=False)
+    return StepRecord(step + 1, policy.spec.output_dtype, metrics, clock.seconds, list(shown))
+
+
+def sample_step(policy: Policy, config: GRPOConfig, problems: list[tuple[str, str]], step: int) -> Rollouts:
+    """Sample this rank's completions of a step."""
+    return sample(
+        policy,
+        problems,
+        num_generations=config.num_generations_per_prompt,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=policy.spec.seed * 1_000_003 + step,
+    )
+
+
+def grade_together(policy: Policy, rollouts: Rollouts, reward: Reward | None) -> torch.Tensor:
+    """Rewards [B] float32; if the reward function raises on any rank, all ranks leave the step."""
+    with policy.failing_together():
+        rewards = grade(reward or exact_match, rollouts.prompts, rollouts.completions, rollouts.answers)
+    return torch.tensor(rewards, dtype=torch.float32)
+
+
+def training_batch(policy: Policy, config: GRPOConfig, rollouts: Rollouts, rewards_B: torch.Tensor) -> TrainingBatch:
+    """Advantages, global counts and previous logprobs of graded rollouts."""
+    advantages_PG = group_advantages(
+        rewards_B.view(-1, rollouts.num_generations),
+        normalize_rewards=config.normalize_rewards,
+        use_leave_one_out_baseline=config.use_leave_one_out_baseline,
+    )
+    batch = rollouts.batch.to(policy.device)
+    counts = torch.tensor([rollouts.batch.token_mask_BT.sum(), batch.num_sequences], dtype=torch.float64)
+    num_tokens, num_sequences = policy.sum_over_data(counts).tolist()
+    previous_BT = score(policy, batch, config.temperature, config.train_micro_batch_size)
+    return TrainingBatch(batch, advantages_PG.flatten().to(policy.device), previous_BT, num_tokens, num_sequences)
+
+
+@torch.no_grad()
+def score(policy: Policy, batch: Batch, temperature: float, micro_batch_size: int | None = None) -> torch.Tensor:
+    """Logprobs [B, T-1] of a batch's tokens, exactly as the training forward computes them, without gradient."""
+    policy.model.train()  # dropout is off; checkpointing layers check this flag, so both forwards take the same path
+    parts = []
+    size = micro_batch_size or batch.num_sequences
+    for start in range(0, batch.num_sequences, size):
+        policy.stop_if_asked()
+        parts.append(forward_logprobs(policy, batch.rows(start, start + size), temperature))
+        policy.progress("logprobs", min(start + size, batch.num_sequences), batch.num_sequences)
+    fsdp.reshard(policy.model)
+    return torch.cat(parts)
+
+
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+def no_phase(name: str) -> contextlib.AbstractContextManager[None]:
+    """Nobody is recording."""
+    return contextlib.nullcontext()
+
+
+def forward_logprobs(policy: Policy, batch: Batch, temperature: float, phase: Phase = no_phase) -> torch.Tensor:
+    """One forward and the logprobs [B, T-1] of its tokens, with gradient if enabled."""
+    with policy.autocast():
+        with phase("forward"):
+            logits_BTV = policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits
+        with phase("loss"):
+            return next_token_logprobs(logits_BTV, batch.ids_BT, policy.spec, temperature)
+
+
+def forward_backward(
+    policy: Policy, config: GRPOConfig, training: TrainingBatch, *, phase: Phase = no_phase
+) -> tuple[float, dict[str, float]]:
+    """Accumulate the gradient of the step's loss over micro-batches.
+
+    Args:
+        phase: opened around forward, loss and backward, for the memory ledger.
+
+    Returns:
+        The loss over all ranks, and this rank's sums for the metrics.
+    """
+    policy.model.train()
+    loss_sum, totals, done = 0.0, dict[str, float](), 0
+    for part in training.micro_batches(config.train_micro_batch_size):
+        policy.stop_if_asked()
+        with policy.autocast():
+            current_BT = forward_logprobs(policy, part.batch, config.temperature, phase)
+            with phase("loss"):
+                loss, sums = clipped_policy_gradient(
+                    current_BT,
+                    part.previous_BT,
+                    part.advantages_B,
+                    part.batch.token_mask_BT[:, 1:],
+                    config,
+                    num_tokens=part.num_tokens,
+                    num_sequences=part.num_sequences,
+                )
+            with phase("backward"):
+                (loss * policy.data_size).backward()
+        loss_sum += float(loss.detach())
+        _accumulate(totals, sums)
+        done += part.batch.num_sequences
+        policy.progress("training", done, training.batch.num_sequences)
+    return float(policy.sum_over_data(torch.tensor([loss_sum], dtype=torch.float64))), totals
+
+
+def clip_gradients(policy: Policy, max_norm: float | None) -> float:
+    """Scale gradients to a total norm of at most `max_norm`; returns the norm before.
+
+    Raises:
+        FloatingPointError: the norm is not finite; the optimizer was not touched.
+    """
+    groups = by_mesh(p for p in policy.model.parameters() if p.grad is not None)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole))
+    if not torch.isfinite(total):
+        bad = next(n for n, p in policy.model.named_parameters() if p.grad is not None and _not_finite(p.grad))
+        raise FloatingPointError(
+            f"the gradient norm is {float(total)}, first seen in {bad}; the step was dropped and no weight has changed. "
+            f"At precision={policy.spec.precision!r} and output_dtype={policy.spec.output_dtype!r} a value left the range "
+            "of the dtype; bfloat16 has the range of float32."
+        )
+    if max_norm is not None:
+        for group in groups:
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return float(total)
+
+
+def _not_finite(grad: torch.Tensor) -> bool:
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return not bool(torch.isfinite(whole).all())
+
+
+def _reduce_metrics(
+    policy: Policy, rollouts: Rollouts, training: TrainingBatch, rewards_B: torch.Tensor, sums: dict[str, float]
+) -> dict[str, float]:
+    """Metrics over all ranks from each rank's sums and extremes."""
+    mask_BT = rollouts.batch.token_mask_BT[:, 1:] > 0
+    g = rollouts.generation_logprobs_BT[:, 1:][mask_BT]
+    p = training.previous_BT.cpu()[mask_BT]
+    additive = mismatch_sums(g, p)
+    additive["approx_entropy"] = float(-((p - g).exp() * p).sum())  # NeMo-RL's: importance-weighted -log p
+    additive |= {name: sums[name] for name in ("probs_ratio", "probs_ratio_clamped", "clip_fraction")}
+    per_sequence = {
+        "reward": float(rewards_B.sum()),
+        "mean_gen_tokens_per_sample": float(rollouts.batch.token_mask_BT.sum()),
+        "truncation_rate": float((~rollouts.stopped_B).sum()),
+    }
+    values = policy.sum_over_data(torch.tensor([*additive.values(), *per_sequence.values()], dtype=torch.float64))
+    counts = [training.num_tokens] * len(additive) + [training.num_sequences] * len(per_sequence)
+    names = [*additive, *per_sequence]
+    metrics = {n: v / c for n, v, c in zip(names, values.tolist(), counts, strict=True)}
+    extremes = torch.tensor([-sums["probs_ratio_min"], sums["probs_ratio_max"]], dtype=torch.float64)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    low, high = extremes.tolist()
+    metrics |= {"probs_ratio_min": -low, "probs_ratio_max": high}
+    return metrics | {"global_valid_toks": training.num_tokens, "global_valid_seqs": training.num_sequences}
+
+
+def _accumulate(totals: dict[str, float], sums: dict[str, float]) -> None:
+    for name, value in sums.items():
+        if name.endswith("_min"):
+            totals[name] = min(totals.get(name, math.inf), value)
+        elif name.endswith("_max"):
+            totals[name] = max(totals.get(name, -math.inf), value)
+        else:
+            totals[name] = totals.get(name, 0.0) + value
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+@dataclass(repr=False)
+class EvaluationRecord(Report):
+    """Greedy accuracy on problems that are never trained on."""
+
+    accuracy: float
+    num_problems: int
+    output_dtype: str
+    examples: list[tuple[str, str, str, float]] = field(default_factory=list)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self).items() if k != "examples"}
+
+    @property
+    def headline(self) -> str:
+        return f"greedy accuracy {self.accuracy:.3f} on {self.num_problems} held-out problems ({self.output_dtype} outputs)"
+
+    def to_frame(self) -> pd.DataFrame:
+        import pandas as pd
+
+        return pd.DataFrame(self.examples, columns=["prompt", "completion", "answer", "reward"])
+
+
+def evaluate(
+    policy: Policy, problems: list[tuple[str, str]], reward: Reward | None, max_new_tokens: int
+) -> EvaluationRecord:
+    """Greedy accuracy over all ranks. Problems that do not fill the last rank's share are graded once, not twice."""
+    count = len(problems)
+    padded = problems + problems[: -count % policy.data_size]
+    rollouts = sample(policy, padded, num_generations=1, max_new_tokens=max_new_tokens, temperature=1.0, greedy=True)
+    rewards_B = grade_together(policy, rollouts, reward)
+    first = policy.data_rank * (len(padded) // policy.data_size)
+    counted = rewards_B[: max(0, count - first)]
+    total = float(policy.sum_over_data(torch.tensor([float(counted.sum())], dtype=torch.float64)))
+    shown = zip(rollouts.prompts[:8], rollouts.completions, rollouts.answers, rewards_B.tolist(), strict=False)
+    return EvaluationRecord(total / count, count, policy.spec.output_dtype, list(shown))

@@ -1,0 +1,83 @@
+"""What a session calls on its ranks. Policies live here, in the rank's process, by the session's key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit import fsdp
+from toolkit.policy import Policy, build, switch
+from toolkit.prompts import Reward, make_batch
+from toolkit.spec import GRPOConfig, PolicySpec
+from toolkit.step import grade_together, sample_step, score
+
+_policies: dict[str, Policy] = {}
+
+
+def start(key: str, spec: PolicySpec, device: str) -> list[fsdp.Unit]:
+    """Build this rank's part of the policy; returns what each FSDP unit is set to."""
+    _policies[key] = build(spec, device)
+    return fsdp.inspect_units(_policies[key].model)
+
+
+def on_policy(key: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `fn(policy, *args, **kwargs)`; whatever it raises, the policy can be used again afterwards."""
+    policy = _policies[key]
+    try:
+        return fn(policy, *args, **kwargs)
+    except BaseException:
+        fsdp.recover(policy.model)
+        raise
+
+
+def drop(key: str) -> None:
+    """Free this rank's part of the policy (of a session in the kernel; others end with their process)."""
+    _policies.pop(key, None)
+
+
+def units(policy: Policy) -> list[fsdp.Unit]:
+    """What each FSDP unit is set to now."""
+    return fsdp.inspect_units(policy.model)
+
+
+def set_live(policy: Policy, settings: dict[str, Any]) -> list[fsdp.Unit]:
+    """Change live settings."""
+    return switch(policy, **settings)
+
+
+def rollout(
+    policy: Policy, config: GRPOConfig, problems: list[tuple[str, str]], reward: Reward | None, step: int
+) -> list[dict[str, Any]]:
+    """Sample and grade without training; a row per completion of this rank's share."""
+    rollouts = sample_step(policy, config, problems, step)
+    rewards_B = grade_together(policy, rollouts, reward)
+    if policy.mesh["tp"].get_local_rank() > 0:
+        return []  # the same completions as its first tensor-parallel peer
+    lengths_B = rollouts.batch.token_mask_BT.sum(-1).int().tolist()
+    mean_B = rollouts.generation_logprobs_BT.sum(-1) / rollouts.batch.token_mask_BT.sum(-1)
+    return [
+        {
+            "prompt": rollouts.prompts[b],
+            "completion": rollouts.completions[b],
+            "answer": rollouts.answers[b],
+            "reward": float(rewards_B[b]),
+            "tokens": lengths_B[b],
+            "stopped": bool(rollouts.stopped_B[b]),
+            "mean_logprob": float(mean_B[b]),
+        }
+        for b in range(len(rollouts.prompts))
+    ]
+
+
+def logprobs(policy: Policy, rows: list[list[int]], temperature: float) -> np.ndarray[Any, Any]:
+    """Logprobs [B, T-1] float32 of this rank's share of the rows, NaN where a row has no token."""
+    share = len(rows) // policy.data_size
+    mine = rows[policy.data_rank * share : (policy.data_rank + 1) * share]
+    width = max(map(len, rows))
+    batch = make_batch(mine, [1] * share, policy.tokenizer.pad_token_id, side="right", width=width).to(policy.device)
+    logprobs_BT = score(policy, batch, temperature)
+    result = torch.where(batch.token_mask_BT[:, 1:] > 0, logprobs_BT, torch.nan)
+    return result.cpu().numpy()
