@@ -3,9 +3,10 @@
 What does the FSDP2 output dtype save in memory and cost in nats, for your model and your recipe? The package follows the
 data; a module imports only from those before it:
 
-    spec -> layout -> ranks -> fsdp -> policy -> prompts -> rollouts -> rewards -> advantages -> logprobs -> losses -> step
-                                instruments read along the way: ledger -> memory, mismatch -> divergence -> tradeoffs
-                                surface on top: session -> figures -> widgets -> magics -> notebook
+    spec -> layout -> ranks -> engines -> fsdp -> policy -> prompts -> rollouts -> rewards -> advantages -> logprobs
+         -> losses -> step
+    instruments read along the way: ledger -> memory, mismatch -> divergence -> cause, tradeoffs
+    surface on top: worker -> session -> launch -> figures -> widgets -> magics -> notebook
 
 Importing `toolkit` imports neither torch nor transformers; the first `launch` does.
 """
@@ -20,22 +21,22 @@ if TYPE_CHECKING:
     from toolkit.errors import RanksLost as RanksLost
     from toolkit.errors import SessionClosed as SessionClosed
     from toolkit.errors import SpecError as SpecError
+    from toolkit.launch import launch as launch
     from toolkit.logprobs import token_logprobs as token_logprobs
     from toolkit.memory import MemoryReport as MemoryReport
     from toolkit.models import tiny_policy as tiny_policy
     from toolkit.prompts import Task as Task
+    from toolkit.records import EvaluationRecord as EvaluationRecord
+    from toolkit.records import StepRecord as StepRecord
     from toolkit.session import Session as Session
-    from toolkit.session import launch as launch
     from toolkit.spec import GRPOConfig as GRPOConfig
     from toolkit.spec import PolicySpec as PolicySpec
-    from toolkit.step import EvaluationRecord as EvaluationRecord
-    from toolkit.step import StepRecord as StepRecord
     from toolkit.tradeoffs import TradeoffReport as TradeoffReport
     from toolkit.widgets import dtype_picker as dtype_picker
 
 _HOMES = {
     "DivergenceReport": "divergence",
-    "EvaluationRecord": "step",
+    "EvaluationRecord": "records",
     "GRPOConfig": "spec",
     "MemoryReport": "memory",
     "PolicySpec": "spec",
@@ -43,11 +44,11 @@ _HOMES = {
     "Session": "session",
     "SessionClosed": "errors",
     "SpecError": "errors",
-    "StepRecord": "step",
+    "StepRecord": "records",
     "Task": "prompts",
     "TradeoffReport": "tradeoffs",
     "dtype_picker": "widgets",
-    "launch": "session",
+    "launch": "launch",
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
 }

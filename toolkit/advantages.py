@@ -11,9 +11,7 @@ import torch
 _EPSILON = 1e-6
 
 
-def group_advantages(
-    rewards_PG: torch.Tensor, *, normalize_rewards: bool, use_leave_one_out_baseline: bool
-) -> torch.Tensor:
+def group_advantages(rewards_PG: torch.Tensor, *, normalize_rewards: bool, use_leave_one_out_baseline: bool) -> torch.Tensor:
     """Reward minus the group's baseline, optionally in units of the group's standard deviation (GRPO, arXiv 2402.03300).
 
     The standard deviation is always over the whole group, with Bessel's correction. NeMo-RL takes it over the same
@@ -29,10 +27,7 @@ def group_advantages(
     group = rewards_PG.shape[1]
     assert group >= 2
     mean_P1 = rewards_PG.mean(-1, keepdim=True)
-    if use_leave_one_out_baseline:
-        baseline_PG = (group * mean_P1 - rewards_PG) / (group - 1)
-    else:
-        baseline_PG = mean_P1
+    baseline_PG = (group * mean_P1 - rewards_PG) / (group - 1) if use_leave_one_out_baseline else mean_P1
     advantages_PG = rewards_PG - baseline_PG
     if normalize_rewards:
         advantages_PG = advantages_PG / (rewards_PG.std(-1, keepdim=True) + _EPSILON)

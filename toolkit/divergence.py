@@ -108,7 +108,11 @@ class Setting:
 
 
 def resolve_settings(
-    policy: Policy, a: str | Mapping[str, Any], b: str | Mapping[str, Any], common: Mapping[str, Any], temperature: float
+    policy: Policy,
+    a: str | Mapping[str, Any],
+    b: str | Mapping[str, Any],
+    common: Mapping[str, Any],
+    temperature: float,
 ) -> tuple[Setting, Setting]:
     """Make settings of what a user gave: a dtype name, or a mapping of fields; `common` applies to both sides.
 
@@ -117,9 +121,9 @@ def resolve_settings(
     """
     sides = []
     for given in (a, b):
-        fields = {"output_dtype": given} if not isinstance(given, Mapping) else dict(given)
+        fields: dict[str, Any] = {"output_dtype": given} if not isinstance(given, Mapping) else dict(given)
         fields = {**common, **fields}
-        side_temperature = fields.pop("temperature", temperature)
+        side_temperature = float(fields.pop("temperature", temperature))
         for name in fields:
             if name in LIVE_FIELDS:
                 continue
@@ -164,9 +168,7 @@ def compare(
     units = _by_unit(policy, training, side_a, side_b, score_a, num_real) if metrics["mean_abs_nats"] else {}
     name_a, name_b = side_a.describe(side_b), side_b.describe(side_a)
     cause = _cause(policy, side_a, side_b, metrics, units, score_a.gradient)
-    return DivergenceReport(
-        name_a, name_b, table, metrics, units, cause, config.ratio_clip_min, config.ratio_clip_max
-    )
+    return DivergenceReport(name_a, name_b, table, metrics, units, cause, config.ratio_clip_min, config.ratio_clip_max)
 
 
 def _tokens(
@@ -333,7 +335,13 @@ def _by_unit(
     found = {}
     mask_BT = training.batch.token_mask_BT[:, 1:].cpu() > 0
     mask_BT[num_real:] = False
-    names = list(fsdp.unit_modules(policy.model))
+    before, after = (dataclasses.replace(policy.spec, **side.live) for side in (side_a, side_b))
+    head = fsdp.head_name(policy.model)
+    names = [
+        name
+        for name in fsdp.unit_modules(policy.model)
+        if fsdp.output_dtype_of(name, before, head) != fsdp.output_dtype_of(name, after, head)
+    ]
     with policy.temporarily(**side_a.live), torch.no_grad():
         for done, name in enumerate(names):
             policy.progress("localising", done, len(names))
@@ -346,9 +354,7 @@ def _by_unit(
     return found
 
 
-def _cause(
-    policy: Policy, a: Setting, b: Setting, metrics: dict[str, float], units: dict[str, float], gradient: str
-) -> str:
+def _cause(policy: Policy, a: Setting, b: Setting, metrics: dict[str, float], units: dict[str, float], gradient: str) -> str:
     differing = {k for k in a.live if a.live[k] != b.live[k]}
     if a.temperature != b.temperature:
         differing.add("temperature")
@@ -392,27 +398,29 @@ def _why_zero(policy: Policy, a: Setting, b: Setting, differing: set[str], metri
 def _why_output_dtype(policy: Policy, a: Setting, b: Setting, units: dict[str, float]) -> str:
     worst = max(units, key=lambda name: units[name])
     total = sum(units.values())
-    order = a.live["temperature_order"]
-    if worst == fsdp.ROOT and order == "before_upcast" and math.frexp(a.temperature)[0] != 0.5:
+    dtypes = {a.live["output_dtype"], b.live["output_dtype"]}
+    divides_early = a.live["temperature_order"] == "before_upcast" and math.frexp(a.temperature)[0] != 0.5
+    if worst == fsdp.ROOT and divides_early:
         what = (
             f"the root unit's logits are divided by the temperature {a.temperature} in the output dtype, before the upcast; "
             "temperature_order='after_upcast' cures it"
         )
-    elif worst == fsdp.ROOT or worst == fsdp.head_name(policy.model):
-        what = "the logits themselves are rounded to the output dtype"
-    elif _feeds_final_norm(policy, worst) and a.live["cast_forward_inputs"]:
-        what = (
-            f"the final norm belongs to the root unit, which casts no inputs in between, so it sees the last layer's output "
-            f"in the output dtype ({worst})"
-        )
+    elif policy.spec.precision == "float32":
+        what = "compute is float32, so every unit really rounds what it emits: the residual stream and the logits"
     elif not a.live["cast_forward_inputs"]:
         what = "the residual stream keeps the output dtype from layer to layer, because cast_forward_inputs=False"
-    elif policy.spec.precision == "float32":
-        what = "compute is float32, so every 16-bit unit output rounds the residual stream"
+    elif worst in (fsdp.ROOT, fsdp.head_name(policy.model)):
+        what = "the logits themselves are rounded to the output dtype"
+    elif _feeds_final_norm(policy, worst):
+        what = (
+            f"the final norm belongs to the root unit, which casts no inputs in between, so it sees the output of {worst} in "
+            "the output dtype; the other units cast their inputs first"
+        )
+    elif "float16" in dtypes:
+        what = f"{worst} emits values below float16's normal range (6e-5), which lose digits"
     else:
         what = f"{worst} rounds its output"
-    share = units[worst] / total if total else 0.0
-    return f"Cause: {what}. Switching {worst} alone makes {units[worst]:.1e} nats ({share:.0%} of all units' single effects)."
+    return f"Cause: {what}. Switching {worst} alone makes {units[worst]:.1e} nats, {units[worst] / total:.0%} of the single effects."
 
 
 def _feeds_final_norm(policy: Policy, unit: str) -> bool:

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 GREY = "#767676"
 _GRID = "rgba(127,127,127,0.25)"
-_DTYPE_STYLE = {"float32": (BLUE, "circle", ""), "bfloat16": (VERMILION, "square", "/"), "float16": (GREEN, "diamond", "x")}
+_DTYPE_STYLE = {
+    "float32": (BLUE, "circle", ""),
+    "bfloat16": (VERMILION, "square", "/"),
+    "float16": (GREEN, "diamond", "x"),
+}
 _CATEGORY_STYLE = {
     "parameters": (BLUE, ""),
     "optimizer": (BLUE, "/"),
@@ -100,7 +104,13 @@ def memory_figure(report: MemoryReport) -> go.Figure:
     for start in phases.index[phases.ne(phases.shift())]:
         figure.add_vline(x=line["event"][start], line={"color": GREY, "dash": "dot", "width": 1})
         figure.add_annotation(
-            x=line["event"][start], y=1, yref="paper", text=phases[start], showarrow=False, xanchor="left", yanchor="bottom"
+            x=line["event"][start],
+            y=1,
+            yref="paper",
+            text=phases[start],
+            showarrow=False,
+            xanchor="left",
+            yanchor="bottom",
         )
     figure.update_layout(hovermode="x unified")
     figure.update_xaxes(title_text="allocations and frees, in order")
@@ -150,14 +160,15 @@ def logits_figure(reports: dict[str, MemoryReport]) -> go.Figure:
                 "pattern": {"shape": pattern},
                 "opacity": [1.0 if alive else 0.45 for alive in frame["alive_at_logit_peak"]],
             },
-            customdata=np.stack(
-                [frame["shape"].astype(str), frame["dtype"], frame["bytes"].map(format_bytes)], axis=-1
-            ),
+            customdata=np.stack([frame["shape"].astype(str), frame["dtype"], frame["bytes"].map(format_bytes)], axis=-1),
             hovertemplate="%{x}<br>%{customdata[0]} %{customdata[1]}, %{customdata[2]}",
         )
     for bytes_each, dtype in ((2, "one 16-bit copy, 2NV"), (4, "one float32 copy, 4NV")):
         figure.add_hline(
-            y=bytes_each, line={"color": GREY, "dash": "dash", "width": 1}, annotation_text=dtype, annotation_position="top right"
+            y=bytes_each,
+            line={"color": GREY, "dash": "dash", "width": 1},
+            annotation_text=dtype,
+            annotation_position="top right",
         )
     figure.update_layout(barmode="group", height=460)
     figure.update_yaxes(title_text="bytes per logit element (faint: not alive at the logit peak)")
@@ -181,7 +192,9 @@ def divergence_figure(report: DivergenceReport) -> go.Figure:
         y=tokens["prob_b"],
         mode="markers",
         marker={"size": 5, "color": BLUE, "opacity": 0.6},
-        customdata=np.stack([tokens["text"].map(repr), tokens["delta_nats"], tokens["sequence"], tokens["position"]], axis=-1),
+        customdata=np.stack(
+            [tokens["text"].map(repr), tokens["delta_nats"], tokens["sequence"], tokens["position"]], axis=-1
+        ),
         hovertemplate="%{customdata[0]}<br>a %{x:.4g}, b %{y:.4g}<br>delta %{customdata[1]:.2e} nats"
         "<br>sequence %{customdata[2]}, position %{customdata[3]}",
         showlegend=False,
@@ -190,7 +203,14 @@ def divergence_figure(report: DivergenceReport) -> go.Figure:
     )
     low = float(min(tokens["prob_a"].min(), tokens["prob_b"].min()))
     figure.add_scatter(
-        x=[low, 1], y=[low, 1], mode="lines", line={"color": GREY, "dash": "dot"}, showlegend=False, hoverinfo="skip", row=1, col=1
+        x=[low, 1],
+        y=[low, 1],
+        mode="lines",
+        line={"color": GREY, "dash": "dot"},
+        showlegend=False,
+        hoverinfo="skip",
+        row=1,
+        col=1,
     )
     figure.add_histogram(x=tokens["ratio"], nbinsx=60, marker={"color": BLUE}, showlegend=False, row=1, col=2)
     for edge in (1 - report.ratio_clip_min, 1 + report.ratio_clip_max):
@@ -216,9 +236,7 @@ def units_figure(report: DivergenceReport) -> go.Figure:
     """Which FSDP unit's output dtype makes the divergence: each switched alone."""
     units = report.units
     figure = _figure(f"Switching one FSDP unit at a time, {report.a} to {report.b}")
-    figure.add_bar(
-        x=list(units), y=list(units.values()), marker={"color": VERMILION}, hovertemplate="%{x}: %{y:.2e} nats"
-    )
+    figure.add_bar(x=list(units), y=list(units.values()), marker={"color": VERMILION}, hovertemplate="%{x}: %{y:.2e} nats")
     figure.update_yaxes(title_text="mean |delta| in nats")
     return figure
 
@@ -235,7 +253,11 @@ def steps_figure(frame: pd.DataFrame) -> go.Figure:
     )
     for dtype, rows in frame.groupby("output_dtype", sort=False):
         colour, symbol, _ = _DTYPE_STYLE[str(dtype)]
-        look = {"mode": "lines+markers", "marker": {"color": colour, "symbol": symbol, "size": 6}, "line": {"color": colour}}
+        look = {
+            "mode": "lines+markers",
+            "marker": {"color": colour, "symbol": symbol, "size": 6},
+            "line": {"color": colour},
+        }
         figure.add_scatter(x=rows["step"], y=rows["reward"], name=f"{dtype} outputs", **look, row=1, col=1)
         figure.add_scatter(x=rows["step"], y=rows["token_mult_prob_error"], showlegend=False, **look, row=2, col=1)
     limit = THRESHOLDS["token_mult_prob_error"]

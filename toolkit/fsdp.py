@@ -7,6 +7,7 @@ fails loudly when one of them changes.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +16,9 @@ import torch
 from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
 from nemo_automodel.components.distributed.mesh import ParallelismSizes
 from nemo_automodel.components.distributed.model_parallelizer import get_model_parallelizer
+from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 # Private: the states and groups FSDP2 hangs on modules. There is no public way to change or watch a policy.
@@ -72,6 +75,8 @@ def shard(model: nn.Module, setup: DistributedSetup) -> nn.Module:
     `_apply` is what AutoModel's own dispatch ends in. It is called directly because the dispatch skips FSDP2, and with it
     the whole mixed-precision policy, on a single rank: the picked output dtype would be a silent no-op there.
     """
+    # Its tensor-parallel embedding returns a view, which torch warns about once; nothing adds to it in place here.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     config, context = setup.strategy_config, setup.mesh_context
     return get_model_parallelizer(model)._apply(
         model=model,
@@ -116,12 +121,19 @@ def apply_spec(model: nn.Module, spec: PolicySpec, overrides: dict[str, str] | N
     """
     head = head_name(model)
     for name, unit in unit_modules(model).items():
-        output_dtype = spec.root_output_dtype if name == ROOT else spec.output_dtype
-        policy = _policy(spec, (overrides or {}).get(name, output_dtype))
         if name == head and spec.lm_head_precision == "float32":
             # The input cast is this unit's own need: whatever the last layer emits has to meet float32 weights.
             policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float32, cast_forward_inputs=True)
+        else:
+            policy = _policy(spec, (overrides or {}).get(name, output_dtype_of(name, spec, head)))
         _set_policy(unit, policy)
+
+
+def output_dtype_of(unit: str, spec: PolicySpec, head: str | None) -> str:
+    """The output dtype a spec asks of a unit: its own, but for the root above a float32 head, and that head."""
+    if unit == ROOT:
+        return spec.root_output_dtype
+    return "float32" if unit == head and spec.lm_head_precision == "float32" else spec.output_dtype
 
 
 def inspect_units(model: nn.Module) -> list[Unit]:
@@ -159,9 +171,8 @@ def check_units(model: nn.Module, spec: PolicySpec) -> list[Unit]:
     head = head_name(model)
     for unit in units:
         own_head = unit.name == head and spec.lm_head_precision == "float32"
-        output_dtype = spec.root_output_dtype if unit.name == ROOT else spec.output_dtype
         wanted = {
-            "output_dtype": "float32" if own_head else output_dtype,
+            "output_dtype": output_dtype_of(unit.name, spec, head),
             "param_dtype": "float32" if own_head else spec.precision,
             "reduce_dtype": "float32" if own_head else spec.reduce_dtype,
             "cast_forward_inputs": own_head or spec.cast_forward_inputs,
@@ -201,6 +212,15 @@ def reshard(model: nn.Module) -> None:
     """Free every gathered copy of the parameters. Needed after a forward without backward: some units keep theirs."""
     for unit in unit_modules(model).values():
         unit.reshard()
+
+
+def synchronize_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Complete the gradients of parameters that tensor-parallel peers hold in copies (norms of queries and keys, say).
+
+    Each peer computes only its heads' part of them. AutoModel leaves this call to the training loop, and without it those
+    gradients are off by up to 80 % with nothing to notice but a test. Once per step, after the last micro-batch.
+    """
+    synchronize_tp_replica_gradients([model], mesh)
 
 
 def recover(model: nn.Module) -> None:

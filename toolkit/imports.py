@@ -14,8 +14,12 @@ logging.disable(logging.WARNING)
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import nemo_automodel as nemo_automodel
-        import transformers as transformers
-        from nemo_automodel.components.distributed import model_parallelizer as model_parallelizer
+        # The classes themselves: both packages import lazily, so the names alone would import nothing.
+        from nemo_automodel import NeMoAutoModelForCausalLM as NeMoAutoModelForCausalLM
+        from nemo_automodel.components.distributed.model_parallelizer import (
+            get_model_parallelizer as get_model_parallelizer,
+        )
+        from transformers import AutoModelForCausalLM as AutoModelForCausalLM
+        from transformers import TopKLogitsWarper as TopKLogitsWarper
 finally:
     logging.disable(_level)

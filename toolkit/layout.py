@@ -39,7 +39,9 @@ def model_facts(model: str | Path) -> ModelFacts:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"model={str(model)!r}: the folder has no config.json, so it holds no Hugging Face model.")
+            raise FileNotFoundError(
+                f"model={str(model)!r}: the folder has no config.json, so it holds no Hugging Face model."
+            )
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
             raise FileNotFoundError(f"model={str(model)!r}: the folder has a config.json but no weights (*.safetensors).")
         config = json.loads((folder / "config.json").read_text())

@@ -70,9 +70,7 @@ def next_token_logprobs(
     """Logprobs [B, T-1] of tokens 1..T-1, each given those before it, in the spec's mode and temperature order."""
     order, chunk_rows = spec.temperature_order, spec.chunk_rows
     if chunk_rows is None and not isinstance(logits_BTV, DTensor):
-        return token_logprobs(
-            logits_BTV[:, :-1], ids_BT[:, 1:], temperature=temperature, temperature_order=order
-        )
+        return token_logprobs(logits_BTV[:, :-1], ids_BT[:, 1:], temperature=temperature, temperature_order=order)
     # Cutting off the last column would make the rows non-contiguous and cost a copy of all logits just to chunk them:
     # score the last column too, against any token, and drop its result.
     targets_BT = ids_BT.roll(-1, dims=1)

@@ -11,8 +11,8 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from toolkit.engines import local_ranks_warm_up
 from toolkit.errors import RanksLost, SessionClosed, SpecError
-from toolkit.ranks import local_ranks_warm_up
 from toolkit.session import Session
 from toolkit.spec import DTYPES
 
@@ -121,7 +121,9 @@ class ToolkitMagics(Magics):
             return next(iter(found.values()))[1]
         if not found:
             raise ToolkitError("there is no open session; make one with session = tk.launch(model=tk.tiny_policy()).")
-        raise ToolkitError(f"there are several sessions: say which with --session {' or '.join(k for k, _ in found.values())}.")
+        raise ToolkitError(
+            f"there are several sessions: say which with --session {' or '.join(k for k, _ in found.values())}."
+        )
 
     def _store(self, name: str | None, make: Any) -> Any:
         with _friendly():

@@ -166,7 +166,7 @@ def _sampled(
 def _made_up(policy: Policy, config: GRPOConfig, num_sequences: int, sequence_length: int) -> TrainingBatch:
     """Random tokens: their values do not matter to memory. The first token is the prompt."""
     generator = torch.Generator().manual_seed(0)
-    vocab = policy.model.config.get_text_config().vocab_size
+    vocab = policy.vocab_size
     rows = torch.randint(vocab, (num_sequences, sequence_length), generator=generator).tolist()
     batch = make_batch(rows, [1] * num_sequences, policy.tokenizer.pad_token_id or 0).to(policy.device)
     total = float(num_sequences * policy.data_size)
@@ -179,9 +179,7 @@ def _made_up(policy: Policy, config: GRPOConfig, num_sequences: int, sequence_le
     )
 
 
-def _train(
-    policy: Policy, config: GRPOConfig, training: TrainingBatch, step: int, phase: Phase = no_phase
-) -> None:
+def _train(policy: Policy, config: GRPOConfig, training: TrainingBatch, step: int, phase: Phase = no_phase) -> None:
     """The update of `step.grpo_step`, phase by phase."""
     set_optimizer(policy, config, step)
     forward_backward(policy, config, training, phase=phase)
@@ -204,9 +202,9 @@ def _put_back(policy: Policy) -> Iterator[None]:
         with torch.no_grad():
             for param, value in params:
                 _local(param).copy_(value)
-            for param, now in policy.optimizer.state.items():
-                for name, tensor in now.items():
-                    _local(tensor).copy_(state[param][name]) if param in state else None
+            for key, before in state.items():
+                for name, value in before.items():
+                    _local(policy.optimizer.state[key][name]).copy_(value)
         if not state:
             policy.optimizer.state.clear()
 
@@ -217,8 +215,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _record(policy: Policy, config: GRPOConfig, training: TrainingBatch, step: int) -> Ledger:
-    vocab = policy.model.config.get_text_config().vocab_size
-    ledger = Ledger(policy.model, {vocab, vocab // policy.tensor_size})
+    ledger = Ledger(policy.model, {policy.vocab_size, policy.vocab_size // policy.tensor_size})
     with ledger:
         ledger.label(map(_local, policy.model.parameters()), "parameter")
         ledger.label(policy.model.buffers(), "parameter")
@@ -236,7 +233,7 @@ def _report(policy: Policy, config: GRPOConfig, training: TrainingBatch, ledger:
     assert sum(categories.values()) == peak_bytes == sum(ledger.alive_at(peak_time).values())
     backward = next(time for time, name in ledger.phases if name == "backward")
     retained = ledger.alive_at(backward - 1)
-    boundaries = [
+    boundaries: list[dict[str, Any]] = [
         {"unit": unit, "dtype": ledger.blocks[i].dtype, "bytes": ledger.blocks[i].nbytes, "retained": i in retained}
         for unit, blocks in ledger.unit_outputs.items()
         for i in dict.fromkeys(blocks)
@@ -247,7 +244,6 @@ def _report(policy: Policy, config: GRPOConfig, training: TrainingBatch, ledger:
         if ledger.blocks[index].category == "activations":
             saved[ledger.blocks[index].dtype] += nbytes
     micro = next(training.micro_batches(config.train_micro_batch_size)).batch.ids_BT
-    vocab = policy.model.config.get_text_config().vocab_size
     peaks: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(peaks, peak_bytes)
     return MemoryReport(
@@ -256,7 +252,7 @@ def _report(policy: Policy, config: GRPOConfig, training: TrainingBatch, ledger:
         categories=categories,
         phase_peaks=phase_peaks,
         saved_by_dtype=dict(saved),
-        boundary_bytes=sum(b["bytes"] for b in boundaries if b["retained"]),
+        boundary_bytes=sum(int(b["bytes"]) for b in boundaries if b["retained"]),
         boundaries=boundaries,
         logit_buffers=_logit_buffers(ledger),
         timeline=timeline,
@@ -265,7 +261,7 @@ def _report(policy: Policy, config: GRPOConfig, training: TrainingBatch, ledger:
         checkpointing=_ORDERS[policy.spec.activation_checkpointing],
         num_sequences=micro.shape[0],
         sequence_length=micro.shape[1],
-        logit_elements=micro.numel() * (vocab // policy.tensor_size),
+        logit_elements=micro.numel() * (policy.vocab_size // policy.tensor_size),
         rank=dist.get_rank(),
         per_rank_peak_bytes=peaks,
     )

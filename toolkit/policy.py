@@ -55,6 +55,12 @@ class Policy:
         return self.mesh["tp"].size()
 
     @property
+    def vocab_size(self) -> int:
+        """V of the whole model."""
+        config: Any = self.model.config
+        return int(config.get_text_config().vocab_size)
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all: shows progress, returns records."""
         return dist.get_rank() == 0
@@ -158,7 +164,7 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
     setup = fsdp.build_setup(spec, dist.get_world_size())
     with _quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(spec.model)
-        config = _config_without_dropout(spec.model)
+        config = _config_without_dropout(str(spec.model))
         progress(1)
         if device_type == "cuda" and dist.get_world_size() > 1:
             model = NeMoAutoModelForCausalLM.from_pretrained(
@@ -171,7 +177,7 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
                 **_dropout_fields(config),
             )
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 spec.model, config=config, dtype=torch.float32, attn_implementation=spec.attn_implementation or "sdpa"
             )
             model = fsdp.shard(model.to(device), setup)

@@ -98,8 +98,9 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> li
     if tokenizer.chat_template is None:
         return [tokenizer(text, add_special_tokens=True)["input_ids"] for text in prompts]
     chats = [[{"role": "user", "content": text}] for text in prompts]
-    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
-    return [list(ids) for ids in encoded["input_ids"]]
+    encoded: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+    rows: list[list[int]] = encoded["input_ids"]
+    return rows
 
 
 @dataclass(slots=True)
@@ -126,7 +127,12 @@ class Batch:
 
 
 def make_batch(
-    sequences: list[list[int]], prompt_lengths: list[int], pad_id: int, *, side: str = "prompt", width: int | None = None
+    sequences: list[list[int]],
+    prompt_lengths: list[int],
+    pad_id: int,
+    *,
+    side: str = "prompt",
+    width: int | None = None,
 ) -> Batch:
     """Pad sequences to one width.
 

@@ -1,7 +1,6 @@
 """Ranks: start them, call a function on all of them, stream what they say, interrupt and stop them.
 
-`Ranks.call` holds all the semantics; an engine only moves bytes. Two engines so far: `KernelRanks` (one rank, the
-notebook kernel itself) and `LocalRanks` (processes on this machine, one pipe and one control pipe each).
+`Ranks.call` holds all the semantics; an engine (engines.py) only moves bytes.
 
 The gang rules:
 - A call runs on every rank; results come back in rank order.
@@ -19,22 +18,14 @@ import contextlib
 import inspect
 import io
 import linecache
-import multiprocessing
-import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -47,11 +38,25 @@ from toolkit.progress import Bars
 # "ok": pickled result.  "err": pickled exception or None, traceback text.  "dead": why (made up by the engine).
 Message = tuple[Any, ...]
 
-# Imported once in the fork server, so that ranks start in a tenth of a second. Nothing here may touch CUDA.
-_PRELOAD = ["toolkit.imports", "toolkit.worker", "toolkit.memory", "toolkit.divergence"]
-
 _stop = threading.Event()
 _emit: Callable[[Message], None] | None = None
+
+
+def set_stop() -> None:
+    """Ask what runs on this rank to stop at its next boundary."""
+    _stop.set()
+
+
+@contextlib.contextmanager
+def emitting_to(emit: Callable[[Message], None]) -> Iterator[None]:
+    """Run a call on this rank: its messages go to `emit`, and no request to stop is pending yet."""
+    global _emit
+    _stop.clear()
+    _emit = emit
+    try:
+        yield
+    finally:
+        _emit = None
 
 
 def stop_requested() -> bool:
@@ -78,17 +83,16 @@ class _Stream(io.TextIOBase):
         return len(text)
 
 
-def _execute(blob: bytes, emit: Callable[[Message], None]) -> None:
-    global _emit
-    _stop.clear()
-    _emit = emit
+def execute(blob: bytes, emit: Callable[[Message], None]) -> None:
+    """Run one call on this rank and emit its answer, whatever happens."""
     try:
         fn, args, source = pickle.loads(blob)
         if source is not None:  # cloudpickle drops the file of a cell; give its traceback source lines again
             name = f"<cell {fn.__qualname__}>"
             fn.__code__ = fn.__code__.replace(co_filename=name)
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        with contextlib.redirect_stdout(_Stream(emit, "stdout")), contextlib.redirect_stderr(_Stream(emit, "stderr")):
+        out, err = _Stream(emit, "stdout"), _Stream(emit, "stderr")
+        with emitting_to(emit), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             answer: Message = ("ok", cloudpickle.dumps(fn(*args), protocol=5))
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: the rank must outlive what it runs
         text = "".join(traceback.format_exception(type(error), error, _skip(error.__traceback__)))
@@ -103,35 +107,6 @@ def _execute(blob: bytes, emit: Callable[[Message], None]) -> None:
 
 def _skip(tb: TracebackType | None) -> TracebackType | None:
     return tb.tb_next if tb is not None and tb.tb_next is not None else tb
-
-
-def _rank_main(rank: int, messages: Connection, control: Connection, env: dict[str, str], num_threads: int) -> None:
-    os.setsid()  # the kernel interrupts its whole process group; ranks are asked over the control pipe instead
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(env)
-    import torch
-
-    torch.set_num_threads(num_threads)
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            while control.poll(None):
-                try:
-                    control.recv_bytes()
-                except EOFError:
-                    break
-                _stop.set()
-        os.kill(os.getpid(), signal.SIGKILL)  # the kernel is gone, and so is everyone this rank could answer
-
-    threading.Thread(target=watch, daemon=True).start()
-    lock = threading.Lock()  # user code may print from threads
-
-    def emit(message: Message) -> None:
-        with lock:
-            messages.send(message)
-
-    while True:  # one persistent thread for all user code: OpenMP's settings and CUDA's context are per thread
-        _execute(messages.recv_bytes(), emit)
 
 
 def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> None:
@@ -217,7 +192,7 @@ class Ranks:
             if self.lost is not None:
                 raise self.lost
             blob = cloudpickle.dumps((fn, args, _source_of_cell(fn)), protocol=5)
-            with Bars() as bars, _count_interrupts() as interrupts:
+            with Bars() as bars, count_interrupts() as interrupts:
                 ok, errors = self._drain(blob, bars, interrupts)
         if interrupts.count or any(isinstance(_load_error(e), KeyboardInterrupt) for e in errors.values()):
             raise KeyboardInterrupt("stopped at a step boundary; the session is as it was before this call")
@@ -225,7 +200,7 @@ class Ranks:
             raise _first_error(errors)
         return [ok[r] for r in range(self.n)]
 
-    def _drain(self, blob: bytes, bars: Bars, interrupts: _Interrupts) -> tuple[dict[int, Any], dict[int, Message]]:
+    def _drain(self, blob: bytes, bars: Bars, interrupts: Interrupts) -> tuple[dict[int, Any], dict[int, Message]]:
         ok: dict[int, Any] = {}
         errors: dict[int, Message] = {}
         pending = set(range(self.n))
@@ -237,7 +212,6 @@ class Ranks:
                 seen = interrupts.count
                 if seen > 1:
                     self._abort("was interrupted twice", errors)
-                print("interrupt: waiting for the ranks' next boundary (again: kill them)", file=sys.stderr)
                 deadline = time.monotonic() + self.interrupt_grace_seconds
                 self._ask_to_stop()
             item = self._next(pending, 0.1)
@@ -276,173 +250,19 @@ class Ranks:
             self._kill()
 
 
-class KernelRanks(Ranks):
-    """One rank: the kernel process itself, so that a debugger, `%timeit` and printed tensors just work."""
+class Interrupts:
+    """How often Ctrl-C was pressed."""
 
-    n = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        global _emit
-        with self._lock:
-            if self.lost is not None:
-                raise self.lost
-            _stop.clear()
-            with Bars() as bars, _count_interrupts(on_first=_stop.set) as interrupts:
-                _emit = lambda message: bars.update(*message[1:])  # noqa: E731
-                try:
-                    result = fn(*args)
-                except Exception as error:
-                    error.rank = 0  # type: ignore[attr-defined]
-                    raise
-                finally:
-                    _emit = None
-        if interrupts.count:  # Ctrl-C came after the last boundary: the work is done, but the cell was asked to end
-            raise KeyboardInterrupt("stopped after this call had finished")
-        return [result]
-
-    def connect(self, device: str) -> None:
-        self.call(connect, 0, 1, device, None)
-
-    def _kill(self) -> None:
-        pass
-
-
-class LocalRanks(Ranks):
-    """Processes on this machine, forked from a server that has torch, transformers and AutoModel imported."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.n = n
-        context = _fork_server()
-        self._folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
-        self._messages: list[Connection] = []
-        self._control: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        num_threads = max(1, len(os.sched_getaffinity(0)) // n)
-        for rank in range(n):
-            mine, theirs = context.Pipe()
-            control_theirs, control_mine = context.Pipe(duplex=False)
-            env = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(n),
-                "GLOO_SOCKET_IFNAME": "lo",  # nobody outside this machine may reach a rank
-                "NCCL_SOCKET_IFNAME": "lo",
-            }
-            process = context.Process(
-                target=_rank_main, args=(rank, theirs, control_theirs, env, num_threads), daemon=True, name=f"rank {rank}"
-            )
-            with _main_module_hidden():
-                process.start()
-            theirs.close()
-            control_theirs.close()
-            self._messages.append(mine)
-            self._control.append(control_mine)
-            self._processes.append(process)
-        # A dropped session ends its ranks like a closed one.
-        self._finalizer = weakref.finalize(
-            self, _end, list(self._processes), [*self._messages, *self._control], str(self._folder)
-        )
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids in rank order."""
-        return [p.pid for p in self._processes if p.pid is not None]
-
-    def connect(self, device: str) -> None:
-        self.call(_connect_from_env, device, str(self._folder / "rendezvous"))
-
-    def _send(self, rank: int, blob: bytes) -> None:
-        with contextlib.suppress(OSError):  # dead: _next reports it
-            self._messages[rank].send_bytes(blob)
-
-    def _next(self, pending: set[int], timeout: float) -> tuple[int, Message] | None:
-        by_pipe = {self._messages[rank]: rank for rank in pending}
-        ready = wait([*by_pipe, *(p.sentinel for p in self._processes)], timeout)
-        for handle in ready:  # what a rank still said before what became of it
-            if isinstance(handle, Connection):
-                rank = by_pipe[handle]
-                try:
-                    return rank, handle.recv()
-                except (EOFError, OSError):
-                    return rank, self._death(rank)
-        for rank, process in enumerate(self._processes):
-            if process.sentinel in ready:
-                return rank, self._death(rank)
-        return None
-
-    def _death(self, rank: int) -> Message:
-        process = self._processes[rank]
-        process.join(2)
-        code = process.exitcode
-        name = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return ("dead", name)
-
-    def _ask_to_stop(self) -> None:
-        for control in self._control:
-            with contextlib.suppress(OSError):
-                control.send_bytes(b"stop")
-
-    def _kill(self) -> None:
-        self._finalizer()
-
-
-def local_ranks_warm_up() -> None:
-    """Start importing torch and AutoModel in the fork server now, in the background, so that ranks start at once later."""
-    from multiprocessing import forkserver
-
-    _fork_server()
-    with _main_module_hidden():
-        forkserver.ensure_running()
-
-
-def _fork_server() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
-
-
-def _connect_from_env(device: str, rendezvous: str) -> None:
-    connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device, rendezvous)
-
-
-def _end(processes: list[BaseProcess], pipes: list[Connection], folder: str) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join(5)
-    for pipe in pipes:
-        pipe.close()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from importing the user's script in each rank: functions travel by value."""
-    main = sys.modules["__main__"]
-    saved = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
-    main.__dict__["__spec__"] = None
-    try:
-        yield
-    finally:
-        del main.__dict__["__spec__"]
-        main.__dict__.update(saved)
-
-
-class _Interrupts:
     count = 0
 
 
 @contextlib.contextmanager
-def _count_interrupts(on_first: Callable[[], None] | None = None) -> Iterator[_Interrupts]:
+def count_interrupts(on_first: Callable[[], None] | None = None) -> Iterator[Interrupts]:
     """Count Ctrl-C instead of raising: raised between two sends it would leave the ranks out of step.
 
     With `on_first` (one rank, nobody to be out of step with) only the first is held back; the second raises.
     """
-    interrupts = _Interrupts()
+    interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
@@ -452,7 +272,6 @@ def _count_interrupts(on_first: Callable[[], None] | None = None) -> Iterator[_I
         if on_first is not None:
             if interrupts.count > 1:
                 raise KeyboardInterrupt
-            print("interrupt: stopping at the next boundary (again: at once)", file=sys.stderr)
             on_first()
 
     previous = signal.signal(signal.SIGINT, handler)

@@ -1,4 +1,4 @@
-"""The face all reports share: a one-line text, an HTML table with units, a frame, a figure, JSON."""
+"""Records: the face all reports share (a line of text, an HTML table with units, a frame, a figure, JSON), and steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import math
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class Report:
 
     def to_json(self) -> str:
         """The whole record as JSON; NaN and infinities as null, as JSON has none."""
-        assert dataclasses.is_dataclass(self)
-        return json.dumps(_plain({"type": type(self).__name__, "summary": self.summary, **dataclasses.asdict(self)}))
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return json.dumps(_plain({"type": type(self).__name__, "summary": self.summary, **fields}))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.headline}"
@@ -56,6 +57,99 @@ class Report:
             for name, value in self.summary.items()
         )
         return f"<div><b>{html.escape(self.headline)}</b><table>{rows}</table></div>"
+
+
+@dataclass(repr=False)
+class StepRecord(Report):
+    """What one GRPO step did. Metric names are NeMo-RL's.
+
+    Attributes:
+        step: counted from 1.
+        output_dtype: the FSDP output dtype it ran with.
+        metrics: reward (mean), loss, grad_norm (before clipping), lr, the mismatch between the sampler's logprobs and the
+            trainer's, probability ratios, token counts.
+        seconds: wall time per phase on rank 0.
+        examples: prompt, completion, answer and reward of the first completions of rank 0.
+    """
+
+    step: int
+    output_dtype: str
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    examples: list[tuple[str, str, str, float]] = field(default_factory=list)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        total = sum(self.seconds.values())
+        return {"step": self.step, "output_dtype": self.output_dtype, **self.metrics, "seconds": total}
+
+    @property
+    def headline(self) -> str:
+        m = self.metrics
+        return (
+            f"step {self.step} ({self.output_dtype} outputs): reward {m['reward']:.3f}, loss {m['loss']:.4f}, "
+            f"grad norm {m['grad_norm']:.3f}, sampler/trainer mismatch {m['token_mult_prob_error']:.4f}"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        import pandas as pd
+
+        return pd.DataFrame([self.summary])
+
+    def figure(self) -> go.Figure:
+        return StepRecords([self]).figure()
+
+
+class StepRecords(list[StepRecord]):
+    """Records of consecutive steps; a list that shows itself as a table."""
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row per step."""
+        import pandas as pd
+
+        return pd.DataFrame([record.summary for record in self])
+
+    def figure(self) -> go.Figure:
+        """Reward, loss and mismatch by step."""
+        from toolkit.figures import steps_figure
+
+        return steps_figure(self.to_frame())
+
+    def __repr__(self) -> str:
+        if not self:
+            return "StepRecords: no steps"
+        first, last = self[0], self[-1]
+        return (
+            f"StepRecords: {len(self)} steps, reward {first.metrics['reward']:.3f} -> {last.metrics['reward']:.3f} "
+            f"({last.output_dtype} outputs)"
+        )
+
+    def _repr_html_(self) -> str:
+        columns = ["step", "output_dtype", "reward", "loss", "grad_norm", "token_mult_prob_error", "seconds"]
+        return self.to_frame()[columns].to_html(index=False, float_format="{:.4g}".format, border=0) if self else ""
+
+
+@dataclass(repr=False)
+class EvaluationRecord(Report):
+    """Greedy accuracy on problems that are never trained on."""
+
+    accuracy: float
+    num_problems: int
+    output_dtype: str
+    examples: list[tuple[str, str, str, float]] = field(default_factory=list)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self).items() if k != "examples"}
+
+    @property
+    def headline(self) -> str:
+        return f"greedy accuracy {self.accuracy:.3f} on {self.num_problems} held-out problems ({self.output_dtype} outputs)"
+
+    def to_frame(self) -> pd.DataFrame:
+        import pandas as pd
+
+        return pd.DataFrame(self.examples, columns=["prompt", "completion", "answer", "reward"])
 
 
 def format_value(name: str, value: Any) -> str:
@@ -88,5 +182,8 @@ def _plain(value: Any) -> Any:
         return None
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    to_dict = getattr(value, "to_dict", None)  # a DataFrame inside a record
-    return _plain(to_dict("list")) if to_dict is not None else str(value)
+    if isinstance(value, Report):
+        return json.loads(value.to_json())
+    import pandas as pd
+
+    return _plain(value.to_dict("list")) if isinstance(value, pd.DataFrame) else str(value)

@@ -92,9 +92,7 @@ def sample(
     generation_logprobs_BT *= batch.token_mask_BT
     return Rollouts(
         prompts=[prompt for prompt, _ in mine],
-        completions=[
-            policy.tokenizer.decode([t for t in c if t != eos_id], skip_special_tokens=True) for c in completions
-        ],
+        completions=[policy.tokenizer.decode([t for t in c if t != eos_id], skip_special_tokens=True) for c in completions],
         answers=[answer for _, answer in mine],
         batch=batch,
         generation_logprobs_BT=generation_logprobs_BT,
@@ -125,11 +123,11 @@ def _decode(
         policy.progress("sampling", step, num_new)
         positions_BT = positions_of(mask_BT)[:, -ids_BT.shape[1] :]
         with policy.autocast():
-            output = policy.forward(
-                ids_BT, mask_BT, positions_BT, use_cache=True, past_key_values=cache, logits_to_keep=1
-            )
+            output = policy.forward(ids_BT, mask_BT, positions_BT, use_cache=True, past_key_values=cache, logits_to_keep=1)
         cache = output.past_key_values
         logits_BV = _whole(output.logits[:, -1])
+        with policy.failing_together():
+            _check_finite(logits_BV, policy)
         scaled_BV = logits_BV.float() / temperature
         for warper in warpers:
             scaled_BV = warper(None, scaled_BV)
@@ -140,13 +138,27 @@ def _decode(
         ended_B |= token_B == eos_id
         ids_BT = token_B.unsqueeze(-1)
         mask_BT = torch.cat([mask_BT, torch.ones_like(ids_BT)], dim=1)
-        policy.stop_if_asked()
-        running = torch.tensor([int((~ended_B).sum())])
-        dist.all_reduce(running)  # lockstep: a rank that stops early would leave the others in an all-gather
-        if not running.item():
+        if not _continue(policy, running=not bool(ended_B.all())):
             break
     policy.progress("sampling", num_new, num_new)
     return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+
+
+def _continue(policy: Policy, *, running: bool) -> bool:
+    """Whether any rank still has sequences to extend: one that stopped early would leave the others in an all-gather."""
+    policy.stop_if_asked()
+    flag = torch.tensor([running], dtype=torch.int32)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _check_finite(logits_BV: torch.Tensor, policy: Policy) -> None:
+    if not bool(torch.isfinite(logits_BV.float().logsumexp(-1)).all()):
+        raise FloatingPointError(
+            f"sampling met logits that are not finite at precision={policy.spec.precision!r} and "
+            f"output_dtype={policy.spec.output_dtype!r}: a value left the range of the dtype (float16 ends at 65504). "
+            "Use bfloat16 or float32 there."
+        )
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A live policy on its ranks, as the notebook sees it: `launch` one, step it, look into it, switch it, close it."""
+"""A live policy on its ranks, as the notebook sees it: step it, look into it, switch it, close it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.engines import KernelRanks, LocalRanks
 from toolkit.errors import SpecError
-from toolkit.layout import ModelFacts, check_batch, check_layout, check_output_dtype, check_temperature_order, model_facts
+from toolkit.layout import (
+    ModelFacts,
+    check_batch,
+    check_output_dtype,
+    check_temperature_order,
+)
 from toolkit.progress import Bars
-from toolkit.ranks import KernelRanks, LocalRanks, Ranks
-from toolkit.spec import GRPOConfig, PolicySpec, check_whole, split_fields
+from toolkit.ranks import Ranks
+from toolkit.spec import GRPOConfig, PolicySpec, check_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,64 +29,8 @@ if TYPE_CHECKING:
     from toolkit.divergence import DivergenceReport
     from toolkit.memory import MemoryReport
     from toolkit.prompts import Task
-    from toolkit.step import EvaluationRecord, StepRecord, StepRecords
+    from toolkit.records import EvaluationRecord, StepRecord, StepRecords
     from toolkit.tradeoffs import TradeoffReport
-
-
-def launch(
-    spec: PolicySpec | None = None,
-    *,
-    ranks: int = 1,
-    device: str | None = None,
-    config: GRPOConfig | None = None,
-    **fields: Any,
-) -> Session:
-    """Shard a model over ranks and return the live session.
-
-    Args:
-        spec: the policy's settings; or give its fields by name.
-        ranks: 1 is the kernel itself; more are processes on this machine, one per GPU, or on CPU over gloo.
-        device: "cpu" or "cuda"; None takes GPUs if there are any.
-        config: the GRPO settings; or give its fields by name.
-        **fields: fields of `PolicySpec` and `GRPOConfig`, over those of `spec` and `config`. A field may be a widget: its
-            value is read now, and a later change reaches the live session.
-
-    Raises:
-        SpecError: a setting or combination that would do nothing or crash later. Nothing was started.
-        FileNotFoundError: no such model.
-    """
-    widgets = {name: value for name, value in fields.items() if _is_widget(value)}
-    fields = {name: value.value if name in widgets else value for name, value in fields.items()}
-    policy_fields, grpo_fields = split_fields(fields)
-    if spec is None and "model" not in policy_fields:
-        raise SpecError("launch needs a model: tk.launch(model=tk.tiny_policy()), or a PolicySpec.")
-    spec = PolicySpec(**policy_fields) if spec is None else dataclasses.replace(spec, **policy_fields)
-    config = GRPOConfig(**grpo_fields) if config is None else dataclasses.replace(config, **grpo_fields)
-    check_whole("ranks", ranks)
-    if device not in (None, "cpu", "cuda"):
-        raise SpecError(f"device={device!r} is not allowed; choose 'cpu', 'cuda', or None to take GPUs if there are any.")
-    facts = model_facts(spec.model)
-    device, num_gpus = _devices(device)
-    check_layout(spec, facts, ranks=ranks, device=device, num_gpus=num_gpus)
-    session = Session(spec, config, facts, ranks=ranks, device=device)
-    for name, widget in widgets.items():
-        session._bind(name, widget)
-    return session
-
-
-def _is_widget(value: Any) -> bool:
-    widgets = sys.modules.get("ipywidgets")  # not imported: then nobody can have made one
-    return widgets is not None and isinstance(value, widgets.Widget)
-
-
-def _devices(device: str | None) -> tuple[str, int]:
-    with Bars() as bars:
-        if "torch" not in sys.modules:
-            bars.update("importing torch", 0, 1, at_once=True)
-        import torch
-
-        num_gpus = torch.cuda.device_count()
-        return device or ("cuda" if num_gpus else "cpu"), num_gpus
 
 
 class Session:
@@ -99,14 +49,15 @@ class Session:
         self._key = uuid.uuid4().hex
         self._records: list[StepRecord] = []
         self._pending: dict[str, Any] = {}  # live settings picked while a call was running
-        self._bound: list[tuple[str, Any, Callable[[Any], None]]] = []
+        self._listeners: list[Callable[[PolicySpec], None]] = []  # called after a live change
+        self._closers: list[Callable[[], None]] = []
         self._check_config(config, ranks)
         self._ranks: Ranks = KernelRanks() if ranks == 1 else LocalRanks(ranks)
         try:
             with Bars() as bars:
                 if "toolkit.worker" not in sys.modules:
                     bars.update("importing transformers and AutoModel", 0, 1, at_once=True)
-                from toolkit import imports, worker  # noqa: F401, I001 (imports comes first to keep the others quiet)
+                from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
             self._worker = worker
             self._ranks.connect(device)
             self._ranks.call(worker.start, self._key, spec, device)
@@ -135,7 +86,7 @@ class Session:
 
     @output_dtype.setter
     def output_dtype(self, value: str) -> None:
-        self._set_live(output_dtype=value)
+        self.set_live(output_dtype=value)
 
     @property
     def config(self) -> GRPOConfig:
@@ -170,9 +121,7 @@ class Session:
         import pandas as pd
 
         per_rank = self.run(self._worker.units)
-        return pd.DataFrame(
-            [{"rank": r, **dataclasses.asdict(unit)} for r, found in enumerate(per_rank) for unit in found]
-        )
+        return pd.DataFrame([{"rank": r, **dataclasses.asdict(unit)} for r, found in enumerate(per_rank) for unit in found])
 
     # ---- what it does
 
@@ -186,7 +135,8 @@ class Session:
 
         Ctrl-C stops at the next boundary; steps that are done stay done and are in `history`.
         """
-        from toolkit.step import StepRecords, grpo_step
+        from toolkit.records import StepRecords
+        from toolkit.step import grpo_step
 
         check_whole("n", n)
         task = self.task
@@ -246,7 +196,8 @@ class Session:
         copies = self.spec.tensor_parallel_size
         padded = rows + rows[:1] * (-len(rows) % (self.num_ranks // copies))
         per_rank = self.run(self._worker.logprobs, padded, temperature)
-        return np.concatenate(per_rank[::copies])[: len(rows)]
+        result: np.ndarray[Any, Any] = np.concatenate(per_rank[::copies])[: len(rows)]
+        return result
 
     def memory(
         self,
@@ -274,7 +225,7 @@ class Session:
         task, step = self.task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
         settings: dict[str, Any] = {"step": step, "output_dtype": output_dtype, "shape": shape}
-        reports = self.run(measure, self._config, problems, task.reward, **settings)
+        reports: list[MemoryReport] = self.run(measure, self._config, problems, task.reward, **settings)
         return max(reports, key=lambda report: report.peak_bytes)
 
     def divergence(
@@ -312,7 +263,16 @@ class Session:
 
     # ---- live settings
 
-    def _set_live(self, **settings: Any) -> None:
+    def set_live(self, **settings: Any) -> None:
+        """Change live settings (`policy.LIVE_FIELDS`) of every rank; acts from the next forward on, with no rebuild.
+
+        Called from another thread while a call runs (a widget's callback), it acts from the next call on.
+
+        Raises:
+            SpecError: the combination is refused; nothing has changed.
+        """
+        if all(getattr(self.spec, name) == value for name, value in settings.items()) and not self._pending:
+            return
         spec = dataclasses.replace(self.spec, **settings)
         check_output_dtype(spec, head_in_root=self._facts.tied_head)
         check_temperature_order(spec, self._config.temperature)
@@ -321,38 +281,13 @@ class Session:
             return
         self._ranks.call(self._worker.on_policy, self._key, self._worker.set_live, (settings,), {})
         self.spec = spec
-        for name, widget, _ in self._bound:
-            if name in settings and widget.value != getattr(spec, name):
-                widget.value = getattr(spec, name)
+        for listener in list(self._listeners):
+            listener(spec)
 
     def _apply_pending(self) -> None:
         while self._pending:
             settings, self._pending = self._pending, {}
-            self._set_live(**settings)
-
-    def _bind(self, name: str, widget: Any) -> None:
-        from toolkit.policy import LIVE_FIELDS
-
-        session = weakref.ref(self)
-
-        def changed(change: dict[str, Any]) -> None:
-            live = session()
-            if live is None or change["new"] == change["old"]:
-                return
-            try:
-                if name in LIVE_FIELDS:
-                    if change["new"] != getattr(live.spec, name):
-                        live._set_live(**{name: change["new"]})
-                elif name in {f.name for f in dataclasses.fields(GRPOConfig)}:
-                    live.config = dataclasses.replace(live.config, **{name: change["new"]})
-                else:
-                    raise SpecError(f"{name!r} is built into the session; launch another one to change it.")
-            except (SpecError, RuntimeError):
-                widget.value = change["old"]  # what the widget shows is what the session does
-                raise
-
-        widget.observe(changed, names="value")
-        self._bound.append((name, widget, changed))
+            self.set_live(**settings)
 
     # ---- helpers
 
@@ -367,19 +302,31 @@ class Session:
             raise SpecError("token_ids is empty; give at least one sequence of two or more token ids.")
         for index, row in enumerate(rows):
             if len(row) < 2:
-                raise SpecError(f"token_ids[{index}] has {len(row)} token(s); the first has no logprob, so give two or more.")
+                raise SpecError(
+                    f"token_ids[{index}] has {len(row)} token(s); the first has no logprob, so give two or more."
+                )
             wrong = [token for token in row if not 0 <= token < self._facts.vocab_size]
             if wrong:
-                raise SpecError(f"token_ids[{index}] has id {wrong[0]}, outside the vocabulary [0, {self._facts.vocab_size}).")
+                raise SpecError(
+                    f"token_ids[{index}] has id {wrong[0]}, outside the vocabulary [0, {self._facts.vocab_size})."
+                )
         return rows
+
+    def on_change(self, listener: Callable[[PolicySpec], None]) -> None:
+        """Call `listener(spec)` after every live change."""
+        self._listeners.append(listener)
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Call `closer()` when the session is closed."""
+        self._closers.append(closer)
 
     # ---- ending
 
     def close(self) -> None:
         """End the ranks and free the model. Calling it again does nothing."""
-        for _, widget, callback in self._bound:
-            widget.unobserve(callback, names="value")
-        self._bound.clear()
+        while self._closers:
+            self._closers.pop()()
+        self._listeners.clear()
         self._ranks.close()
         self._worker.drop(self._key)
 

@@ -83,7 +83,9 @@ def _number(field: str, value: Any, low: float, high: float = math.inf, *, open_
     in_range = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     if not in_range or (open_low and value == low):
         bound = f"above {low}" if open_low else f"at least {low}"
-        raise SpecError(f"{field}={value!r} must be a number {bound}" + (f" and at most {high}." if high < math.inf else "."))
+        raise SpecError(
+            f"{field}={value!r} must be a number {bound}" + (f" and at most {high}." if high < math.inf else ".")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,17 @@ class PolicySpec:
                     "which upcasts all logits at once. Set logprob_mode='chunked', or leave the chunk size at None."
                 )
             check_whole("logprob_chunk_size", self.logprob_chunk_size)
+        if (
+            self.attn_implementation == "eager"
+            and self.cast_forward_inputs
+            and DTYPES[self.output_dtype].max_value > DTYPES[self.precision].max_value
+        ):
+            raise SpecError(
+                f"attn_implementation='eager' with output_dtype={self.output_dtype!r} and precision={self.precision!r}: the "
+                f"attention mask is built from {self.output_dtype}'s lowest number, which becomes -inf when the next unit "
+                f"casts it to {self.precision}; padded rows then turn into NaN, and all others after them. Use 'sdpa', or "
+                f"output_dtype={self.precision!r}."
+            )
         if self.sequence_packing:
             raise SpecError(
                 "sequence_packing=True is not available: sequences are padded, not packed. Leave it at False; "

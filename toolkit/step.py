@@ -13,8 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,84 +26,10 @@ from toolkit.losses import clipped_policy_gradient
 from toolkit.mismatch import mismatch_sums
 from toolkit.policy import Policy, by_mesh, set_optimizer
 from toolkit.prompts import Batch, Reward
-from toolkit.records import Report
+from toolkit.records import EvaluationRecord, StepRecord
 from toolkit.rewards import exact_match, grade
 from toolkit.rollouts import Rollouts, sample
 from toolkit.spec import GRPOConfig
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-
-
-@dataclass(repr=False)
-class StepRecord(Report):
-    """What one GRPO step did. Metric names are NeMo-RL's.
-
-    Attributes:
-        step: counted from 1.
-        output_dtype: the FSDP output dtype it ran with.
-        metrics: reward (mean), loss, grad_norm (before clipping), lr, the mismatch between the sampler's logprobs and the
-            trainer's, probability ratios, token counts.
-        seconds: wall time per phase on rank 0.
-        examples: prompt, completion, answer and reward of the first completions of rank 0.
-    """
-
-    step: int
-    output_dtype: str
-    metrics: dict[str, float]
-    seconds: dict[str, float]
-    examples: list[tuple[str, str, str, float]] = field(default_factory=list)
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        total = sum(self.seconds.values())
-        return {"step": self.step, "output_dtype": self.output_dtype, **self.metrics, "seconds": total}
-
-    @property
-    def headline(self) -> str:
-        m = self.metrics
-        return (
-            f"step {self.step} ({self.output_dtype} outputs): reward {m['reward']:.3f}, loss {m['loss']:.4f}, "
-            f"grad norm {m['grad_norm']:.3f}, sampler/trainer mismatch {m['token_mult_prob_error']:.4f}"
-        )
-
-    def to_frame(self) -> pd.DataFrame:
-        import pandas as pd
-
-        return pd.DataFrame([self.summary])
-
-    def figure(self) -> go.Figure:
-        return StepRecords([self]).figure()
-
-
-class StepRecords(list[StepRecord]):
-    """Records of consecutive steps; a list that shows itself as a table."""
-
-    def to_frame(self) -> pd.DataFrame:
-        """A row per step."""
-        import pandas as pd
-
-        return pd.DataFrame([record.summary for record in self])
-
-    def figure(self) -> go.Figure:
-        """Reward, loss and mismatch by step."""
-        from toolkit.figures import steps_figure
-
-        return steps_figure(self.to_frame())
-
-    def __repr__(self) -> str:
-        if not self:
-            return "StepRecords: no steps"
-        first, last = self[0], self[-1]
-        return (
-            f"StepRecords: {len(self)} steps, reward {first.metrics['reward']:.3f} -> {last.metrics['reward']:.3f} "
-            f"({last.output_dtype} outputs)"
-        )
-
-    def _repr_html_(self) -> str:
-        columns = ["step", "output_dtype", "reward", "loss", "grad_norm", "token_mult_prob_error", "seconds"]
-        return self.to_frame()[columns].to_html(index=False, float_format="{:.4g}".format, border=0) if self else ""
 
 
 @dataclass(slots=True)
@@ -259,6 +184,7 @@ def forward_backward(
         _accumulate(totals, sums)
         done += part.batch.num_sequences
         policy.progress("training", done, training.batch.num_sequences)
+    fsdp.synchronize_gradients(policy.model, policy.mesh)
     return float(policy.sum_over_data(torch.tensor([loss_sum], dtype=torch.float64))), totals
 
 
@@ -268,10 +194,10 @@ def clip_gradients(policy: Policy, max_norm: float | None) -> float:
     Raises:
         FloatingPointError: the norm is not finite; the optimizer was not touched.
     """
-    groups = by_mesh(p for p in policy.model.parameters() if p.grad is not None)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(whole))
+    params = [p for p in policy.model.parameters() if p.grad is not None]
+    squares = torch.stack([_owned_square(p.grad, policy) for p in params if p.grad is not None]).sum().cpu()
+    dist.all_reduce(squares)
+    total = squares.sqrt()
     if not torch.isfinite(total):
         bad = next(n for n, p in policy.model.named_parameters() if p.grad is not None and _not_finite(p.grad))
         raise FloatingPointError(
@@ -280,9 +206,24 @@ def clip_gradients(policy: Policy, max_norm: float | None) -> float:
             "of the dtype; bfloat16 has the range of float32."
         )
     if max_norm is not None:
-        for group in groups:
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        for group in by_mesh(params):
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total.to(policy.device, torch.float32))
     return float(total)
+
+
+def _owned_square(grad: torch.Tensor, policy: Policy) -> torch.Tensor:
+    """Squared norm of this rank's shard, divided by the number of ranks that hold the same shard.
+
+    One all-reduce of the sum then gives the norm of everything; torch's own norm of DTensors needs one per mesh axis and
+    parameter group.
+    """
+    if not isinstance(grad, DTensor):
+        return grad.double().square().sum() / dist.get_world_size()
+    copies = dist.get_world_size() // grad.device_mesh.size()
+    for axis, placement in enumerate(grad.placements):
+        assert not placement.is_partial()
+        copies *= grad.device_mesh.size(axis) if placement.is_replicate() else 1
+    return grad.to_local().double().square().sum() / copies
 
 
 def _not_finite(grad: torch.Tensor) -> bool:
@@ -335,29 +276,6 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[phase] = now - self._last
         self._last = now
-
-
-@dataclass(repr=False)
-class EvaluationRecord(Report):
-    """Greedy accuracy on problems that are never trained on."""
-
-    accuracy: float
-    num_problems: int
-    output_dtype: str
-    examples: list[tuple[str, str, str, float]] = field(default_factory=list)
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self).items() if k != "examples"}
-
-    @property
-    def headline(self) -> str:
-        return f"greedy accuracy {self.accuracy:.3f} on {self.num_problems} held-out problems ({self.output_dtype} outputs)"
-
-    def to_frame(self) -> pd.DataFrame:
-        import pandas as pd
-
-        return pd.DataFrame(self.examples, columns=["prompt", "completion", "answer", "reward"])
 
 
 def evaluate(

@@ -35,17 +35,32 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
-        padding_side="left", clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )
 
 
 def make_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=96, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=256, rope_theta=10_000.0,
-            tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            vocab_size=96,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=256,
+            rope_theta=10_000.0,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
         )
     )
 
@@ -53,7 +68,7 @@ def make_model() -> Qwen3ForCausalLM:
 def encode(tokenizer: PreTrainedTokenizerFast, problems: list[tuple[str, str]], side: str = "prompt"):
     prompts = [tokenizer(p)["input_ids"] for p, _ in problems]
     answers = [tokenizer(a, add_special_tokens=False)["input_ids"] + [2] for _, a in problems]
-    return make_batch([p + a for p, a in zip(prompts, answers)], [len(p) for p in prompts], 0, side=side)
+    return make_batch([p + a for p, a in zip(prompts, answers, strict=False)], [len(p) for p in prompts], 0, side=side)
 
 
 @torch.no_grad()
@@ -67,7 +82,7 @@ def accuracy(model, tokenizer, problems, *, greedy: bool, generator: torch.Gener
         new = logits.argmax(-1) if greedy else torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
         ids, mask = torch.cat([ids, new[:, None]], 1), torch.cat([mask, torch.ones_like(new[:, None])], 1)
     right = 0.0
-    for row, (prompt, answer) in zip(ids[:, batch.ids_BT.shape[1]:].tolist(), problems):
+    for row, (prompt, answer) in zip(ids[:, batch.ids_BT.shape[1] :].tolist(), problems, strict=False):
         completion = row[: row.index(2)] if 2 in row else row
         right += exact_match(prompt, tokenizer.decode(completion), answer)
     return right / len(problems)

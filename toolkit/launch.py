@@ -1,0 +1,103 @@
+"""Launch a session: check everything that can be checked, start the ranks, tie widgets to the live settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from typing import Any
+
+from toolkit.errors import SpecError
+from toolkit.layout import check_layout, model_facts
+from toolkit.progress import Bars
+from toolkit.session import Session
+from toolkit.spec import GRPOConfig, PolicySpec, check_whole, split_fields
+
+
+def launch(
+    spec: PolicySpec | None = None,
+    *,
+    ranks: int = 1,
+    device: str | None = None,
+    config: GRPOConfig | None = None,
+    **fields: Any,
+) -> Session:
+    """Shard a model over ranks and return the live session.
+
+    Args:
+        spec: the policy's settings; or give its fields by name.
+        ranks: 1 is the kernel itself; more are processes on this machine, one per GPU, or on CPU over gloo.
+        device: "cpu" or "cuda"; None takes GPUs if there are any.
+        config: the GRPO settings; or give its fields by name.
+        **fields: fields of `PolicySpec` and `GRPOConfig`, over those of `spec` and `config`. A field may be a widget: its
+            value is read now, and a later change reaches the live session.
+
+    Raises:
+        SpecError: a setting or combination that would do nothing or crash later. Nothing was started.
+        FileNotFoundError: no such model.
+    """
+    widgets = {name: value for name, value in fields.items() if _is_widget(value)}
+    fields = {name: value.value if name in widgets else value for name, value in fields.items()}
+    policy_fields, grpo_fields = split_fields(fields)
+    if spec is None and "model" not in policy_fields:
+        raise SpecError("launch needs a model: tk.launch(model=tk.tiny_policy()), or a PolicySpec.")
+    spec = PolicySpec(**policy_fields) if spec is None else dataclasses.replace(spec, **policy_fields)
+    config = GRPOConfig(**grpo_fields) if config is None else dataclasses.replace(config, **grpo_fields)
+    check_whole("ranks", ranks)
+    if device not in (None, "cpu", "cuda"):
+        raise SpecError(f"device={device!r} is not allowed; choose 'cpu', 'cuda', or None to take GPUs if there are any.")
+    facts = model_facts(spec.model)
+    device, num_gpus = _devices(device)
+    check_layout(spec, facts, ranks=ranks, device=device, num_gpus=num_gpus)
+    session = Session(spec, config, facts, ranks=ranks, device=device)
+    for name, widget in widgets.items():
+        _bind(session, name, widget)
+    return session
+
+
+def _is_widget(value: Any) -> bool:
+    widgets = sys.modules.get("ipywidgets")  # not imported: then nobody can have made one
+    return widgets is not None and isinstance(value, widgets.Widget)
+
+
+def _devices(device: str | None) -> tuple[str, int]:
+    with Bars() as bars:
+        if "torch" not in sys.modules:
+            bars.update("importing torch", 0, 1, at_once=True)
+        import torch
+
+        num_gpus = torch.cuda.device_count()
+        return device or ("cuda" if num_gpus else "cpu"), num_gpus
+
+
+def _bind(session: Session, name: str, widget: Any) -> None:
+    """Let a widget's later values reach the session, and the session's reach the widget; both hold the same thing.
+
+    A value that the session refuses raises in the callback (Jupyter logs it) and the widget goes back to what is.
+    """
+    from toolkit.policy import LIVE_FIELDS
+
+    reference = weakref.ref(session)
+
+    def changed(change: dict[str, Any]) -> None:
+        live = reference()
+        if live is None:
+            return
+        try:
+            if name in LIVE_FIELDS:
+                live.set_live(**{name: change["new"]})
+            elif name in {f.name for f in dataclasses.fields(GRPOConfig)}:
+                live.config = dataclasses.replace(live.config, **{name: change["new"]})
+            elif change["new"] != getattr(live.spec, name):
+                raise SpecError(f"{name!r} is built into the session; launch another one to change it.")
+        except (ValueError, RuntimeError):
+            widget.value = change["old"]
+            raise
+
+    def show(spec: PolicySpec) -> None:
+        if name in LIVE_FIELDS and widget.value != getattr(spec, name):
+            widget.value = getattr(spec, name)
+
+    widget.observe(changed, names="value")
+    session.on_change(show)
+    session.on_close(lambda: widget.unobserve(changed, names="value"))
