@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from toolkit import fsdp
-from toolkit.errors import SpecError
-from toolkit.mismatch import THRESHOLDS, mismatch_sums
-from toolkit.policy import LIVE_FIELDS, Policy
+from toolkit.cause import Setting, by_unit, explain, resolve_settings
+from toolkit.mismatch import mismatch_sums
+from toolkit.policy import Policy
 from toolkit.prompts import Batch, Reward, make_batch
 from toolkit.records import Report
-from toolkit.spec import GRPOConfig, dtype_name
+from toolkit.spec import GRPOConfig
 from toolkit.step import (
     TrainingBatch,
     forward_backward,
@@ -90,56 +90,6 @@ class DivergenceReport(Report):
         return divergence_figure(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One side of a comparison."""
-
-    live: dict[str, Any]  # fields of PolicySpec to change
-    temperature: float
-
-    def describe(self, other: Setting) -> str:
-        """What distinguishes this side from the other, as text."""
-        mine = {**self.live, "temperature": self.temperature}
-        theirs = {**other.live, "temperature": other.temperature}
-        differing = {k: v for k, v in mine.items() if theirs.get(k, ...) != v}
-        if set(differing) == {"output_dtype"}:
-            return f"{differing['output_dtype']} outputs"
-        return ", ".join(f"{k}={v}" for k, v in differing.items()) or "the same setting"
-
-
-def resolve_settings(
-    policy: Policy,
-    a: str | Mapping[str, Any],
-    b: str | Mapping[str, Any],
-    common: Mapping[str, Any],
-    temperature: float,
-) -> tuple[Setting, Setting]:
-    """Make settings of what a user gave: a dtype name, or a mapping of fields; `common` applies to both sides.
-
-    Raises:
-        SpecError: an unknown field, a field that needs another build, or a value that is refused.
-    """
-    sides = []
-    for given in (a, b):
-        fields: dict[str, Any] = {"output_dtype": given} if not isinstance(given, Mapping) else dict(given)
-        fields = {**common, **fields}
-        side_temperature = float(fields.pop("temperature", temperature))
-        for name in fields:
-            if name in LIVE_FIELDS:
-                continue
-            if name in {f.name for f in dataclasses.fields(policy.spec)}:
-                raise SpecError(
-                    f"{name!r} is built into a session and cannot differ between two sides of a divergence; launch a "
-                    f"second session with it. Live settings are temperature, {', '.join(LIVE_FIELDS)}."
-                )
-            raise SpecError(f"{name!r} is no setting; use temperature, {', '.join(LIVE_FIELDS)}.")
-        if "output_dtype" in fields:
-            fields["output_dtype"] = dtype_name(fields["output_dtype"], "output_dtype")
-        current = {name: getattr(policy.spec, name) for name in LIVE_FIELDS}
-        sides.append(Setting({**current, **fields}, side_temperature))
-    return sides[0], sides[1]
-
-
 def compare(
     policy: Policy,
     config: GRPOConfig,
@@ -165,9 +115,9 @@ def compare(
     training, num_real = _tokens(policy, config, problems, token_ids, reward, step)
     score_a, score_b = (_score(policy, config, training, side) for side in (side_a, side_b))
     table, metrics = _per_token(policy, config, training, score_a, score_b, num_real)
-    units = _by_unit(policy, training, side_a, side_b, score_a, num_real) if metrics["mean_abs_nats"] else {}
+    units = by_unit(policy, training, side_a, side_b, score_a.logprobs_BT, num_real) if metrics["mean_abs_nats"] else {}
     name_a, name_b = side_a.describe(side_b), side_b.describe(side_a)
-    cause = _cause(policy, side_a, side_b, metrics, units, score_a.gradient)
+    cause = explain(policy, side_a, side_b, metrics, units, score_a.gradient)
     return DivergenceReport(name_a, name_b, table, metrics, units, cause, config.ratio_clip_min, config.ratio_clip_max)
 
 
@@ -323,109 +273,3 @@ def _metrics(g: torch.Tensor, p: torch.Tensor, config: GRPOConfig) -> dict[str, 
         "pearson": float(torch.corrcoef(probs)[0, 1]) if count > 1 and float(probs.std(-1).min()) > 0 else 1.0,
         "fraction_outside_clip": float(outside.double().mean()),
     }
-
-
-def _by_unit(
-    policy: Policy, training: TrainingBatch, side_a: Setting, side_b: Setting, score_a: _Score, num_real: int
-) -> dict[str, float]:
-    """Mean |delta| when one FSDP unit alone emits b's output dtype and all others a's."""
-    differing = {k for k in side_a.live if side_a.live[k] != side_b.live[k]}
-    if differing != {"output_dtype"} or side_a.temperature != side_b.temperature:
-        return {}
-    found = {}
-    mask_BT = training.batch.token_mask_BT[:, 1:].cpu() > 0
-    mask_BT[num_real:] = False
-    before, after = (dataclasses.replace(policy.spec, **side.live) for side in (side_a, side_b))
-    head = fsdp.head_name(policy.model)
-    names = [
-        name
-        for name in fsdp.unit_modules(policy.model)
-        if fsdp.output_dtype_of(name, before, head) != fsdp.output_dtype_of(name, after, head)
-    ]
-    with policy.temporarily(**side_a.live), torch.no_grad():
-        for done, name in enumerate(names):
-            policy.progress("localising", done, len(names))
-            fsdp.apply_spec(policy.model, policy.spec, overrides={name: side_b.live["output_dtype"]})
-            switched_BT = forward_logprobs(policy, training.batch, side_a.temperature).cpu()
-            fsdp.reshard(policy.model)
-            delta = (switched_BT - score_a.logprobs_BT)[mask_BT].abs().double()
-            total = policy.sum_over_data(torch.tensor([float(delta.sum()), len(delta)], dtype=torch.float64))
-            found[name] = float(total[0] / total[1])
-    return found
-
-
-def _cause(policy: Policy, a: Setting, b: Setting, metrics: dict[str, float], units: dict[str, float], gradient: str) -> str:
-    differing = {k for k in a.live if a.live[k] != b.live[k]}
-    if a.temperature != b.temperature:
-        differing.add("temperature")
-    if metrics["mean_abs_nats"] == 0.0:
-        return _why_zero(policy, a, b, differing, metrics)
-    if differing == {"output_dtype"} and units:
-        return _why_output_dtype(policy, a, b, units)
-    return f"What differs: {', '.join(sorted(differing))}. (Gradients compared are those of the {gradient}.)"
-
-
-def _why_zero(policy: Policy, a: Setting, b: Setting, differing: set[str], metrics: dict[str, float]) -> str:
-    if not differing:
-        return "Zero because both sides are the same setting, and a forward repeats bit for bit."
-    spec = policy.spec
-    reasons = []
-    if differing == {"output_dtype"}:
-        if a.live["cast_forward_inputs"]:
-            reasons.append(
-                f"every unit casts its inputs back to {spec.precision} (cast_forward_inputs=True), so a wider output dtype "
-                f"only carries {spec.precision} numbers from one unit to the next"
-            )
-        reasons.append("the logits come from a matmul in that dtype and are upcast before the softmax either way")
-        if math.frexp(a.temperature)[0] != 0.5 and a.live["temperature_order"] == "after_upcast":
-            reasons.append(f"the temperature {a.temperature} divides after the upcast")
-        elif a.temperature == 1.0:
-            reasons.append("the temperature is 1")
-    elif differing <= {"logprob_mode", "logprob_chunk_size"}:
-        reasons.append("the chunked logprobs compute the same float32 sums, only fewer rows at a time")
-    elif differing == {"temperature_order"}:
-        reasons.append(
-            f"{a.live['output_dtype']} logits divided by {a.temperature} give the same bits before and after the upcast"
-        )
-    else:
-        reasons.append(f"changing {', '.join(sorted(differing))} reaches no operation of this model's forward")
-    note = ""
-    if metrics["gradient_relative_error"]:
-        note = f" The gradients still differ, by {metrics['gradient_relative_error']:.1e} relative: backward rounds too."
-    return "Zero because " + ", and ".join(reasons) + "." + note
-
-
-def _why_output_dtype(policy: Policy, a: Setting, b: Setting, units: dict[str, float]) -> str:
-    worst = max(units, key=lambda name: units[name])
-    total = sum(units.values())
-    dtypes = {a.live["output_dtype"], b.live["output_dtype"]}
-    divides_early = a.live["temperature_order"] == "before_upcast" and math.frexp(a.temperature)[0] != 0.5
-    if worst == fsdp.ROOT and divides_early:
-        what = (
-            f"the root unit's logits are divided by the temperature {a.temperature} in the output dtype, before the upcast; "
-            "temperature_order='after_upcast' cures it"
-        )
-    elif policy.spec.precision == "float32":
-        what = "compute is float32, so every unit really rounds what it emits: the residual stream and the logits"
-    elif not a.live["cast_forward_inputs"]:
-        what = "the residual stream keeps the output dtype from layer to layer, because cast_forward_inputs=False"
-    elif worst in (fsdp.ROOT, fsdp.head_name(policy.model)):
-        what = "the logits themselves are rounded to the output dtype"
-    elif _feeds_final_norm(policy, worst):
-        what = (
-            f"the final norm belongs to the root unit, which casts no inputs in between, so it sees the output of {worst} in "
-            "the output dtype; the other units cast their inputs first"
-        )
-    elif "float16" in dtypes:
-        what = f"{worst} emits values below float16's normal range (6e-5), which lose digits"
-    else:
-        what = f"{worst} rounds its output"
-    return f"Cause: {what}. Switching {worst} alone makes {units[worst]:.1e} nats, {units[worst] / total:.0%} of the single effects."
-
-
-def _feeds_final_norm(policy: Policy, unit: str) -> bool:
-    layers = [name for name in fsdp.unit_modules(policy.model) if ".layers." in name or ".h." in name]
-    return bool(layers) and unit == layers[-1]
-
-
-__all__ = ["THRESHOLDS", "DivergenceReport", "compare"]

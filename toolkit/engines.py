@@ -177,7 +177,7 @@ def _end(processes: list[BaseProcess], pipes: list[Connection], folder: str) -> 
 def _main_module_hidden() -> Iterator[None]:
     """Keep multiprocessing from importing the user's script in each rank: functions travel by value."""
     main = sys.modules["__main__"]
-    saved = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    saved: dict[str, Any] = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
     main.__dict__["__spec__"] = None
     try:
         yield

@@ -276,13 +276,13 @@ def tradeoffs_figure(report: TradeoffReport) -> go.Figure:
     frame = report.to_frame()
     reference = frame["output_dtype"].iloc[0]
     figure = _figure(f"What each output dtype saves and costs, against {reference}")
-    for row in frame.itertuples():
-        colour, symbol, _ = _DTYPE_STYLE[row.output_dtype]
+    for row in frame.to_dict("records"):
+        colour, symbol, _ = _DTYPE_STYLE[row["output_dtype"]]
         figure.add_scatter(
-            x=[row.mean_abs_nats],
-            y=[row.peak_bytes / _MIB],
+            x=[row["mean_abs_nats"]],
+            y=[row["peak_bytes"] / _MIB],
             mode="markers+text",
-            text=[row.output_dtype],
+            text=[row["output_dtype"]],
             textposition="top center",
             marker={"color": colour, "symbol": symbol, "size": 13},
             showlegend=False,

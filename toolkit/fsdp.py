@@ -78,7 +78,7 @@ def shard(model: nn.Module, setup: DistributedSetup) -> nn.Module:
     # Its tensor-parallel embedding returns a view, which torch warns about once; nothing adds to it in place here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     config, context = setup.strategy_config, setup.mesh_context
-    return get_model_parallelizer(model)._apply(
+    sharded: nn.Module = get_model_parallelizer(model)._apply(
         model=model,
         device_mesh=context.device_mesh,
         mp_policy=config.mp_policy,
@@ -87,6 +87,7 @@ def shard(model: nn.Module, setup: DistributedSetup) -> nn.Module:
         activation_checkpointing=context.activation_checkpointing,
         enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
     )
+    return sharded
 
 
 def unit_modules(model: nn.Module) -> dict[str, FSDPModule]:

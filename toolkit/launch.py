@@ -7,6 +7,7 @@ import sys
 import weakref
 from typing import Any
 
+from toolkit.engines import local_ranks_warm_up
 from toolkit.errors import SpecError
 from toolkit.layout import check_layout, model_facts
 from toolkit.progress import Bars
@@ -47,6 +48,8 @@ def launch(
     if device not in (None, "cpu", "cuda"):
         raise SpecError(f"device={device!r} is not allowed; choose 'cpu', 'cuda', or None to take GPUs if there are any.")
     facts = model_facts(spec.model)
+    if ranks > 1:
+        local_ranks_warm_up()  # imports there go on while this process imports torch
     device, num_gpus = _devices(device)
     check_layout(spec, facts, ranks=ranks, device=device, num_gpus=num_gpus)
     session = Session(spec, config, facts, ranks=ranks, device=device)

@@ -8,6 +8,7 @@ made); categories are derived at the end, so they sum to the live bytes at any m
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -177,7 +178,7 @@ class Ledger(TorchDispatchMode):
             index = len(self.blocks)
             self.blocks.append(self._block(nbytes, tensor.dtype, tuple(tensor.shape), op))
             # The callback runs when the memory is freed: torch keeps a storage's Python object as long as the storage.
-            self._live[key] = (index, nbytes, weakref.ref(storage, lambda _, key=key: self._free(key)))
+            self._live[key] = (index, nbytes, weakref.ref(storage, functools.partial(self._free, key)))
             self.events.append((index, nbytes))
         if label is not None:
             self.blocks[index].labels.add(label)
@@ -220,7 +221,7 @@ class Ledger(TorchDispatchMode):
         if nbytes > before and self._context:
             block.context = self._context[-1]
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, _: Any) -> None:
         entry = self._live.pop(key, None)
         if entry is not None and entry[1]:
             self.events.append((entry[0], -entry[1]))

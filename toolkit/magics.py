@@ -5,7 +5,7 @@ They act on the session given by `--session NAME`, else on the one session among
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
@@ -30,7 +30,7 @@ class ToolkitError(Exception):
 
 
 @magics_class
-class ToolkitMagics(Magics):
+class ToolkitMagics(Magics):  # type: ignore[misc]
     """The magics of the toolkit."""
 
     @magic_arguments()
@@ -45,7 +45,7 @@ class ToolkitMagics(Magics):
         args = self._arguments(self.output_dtype, line)
         session = self._session(args.session)
         if args.dtype is not None:
-            with _friendly():
+            with _Friendly():
                 session.output_dtype = args.dtype
         return session.output_dtype
 
@@ -115,7 +115,7 @@ class ToolkitMagics(Magics):
         if name is not None:
             if not isinstance(names.get(name), Session):
                 raise ToolkitError(f"{name!r} is no session; make one with {name} = tk.launch(...).")
-            return names[name]
+            return cast(Session, names[name])
         found = {id(v): (k, v) for k, v in names.items() if isinstance(v, Session) and not k.startswith("_") and v.is_open}
         if len(found) == 1:
             return next(iter(found.values()))[1]
@@ -126,7 +126,7 @@ class ToolkitMagics(Magics):
         )
 
     def _store(self, name: str | None, make: Any) -> Any:
-        with _friendly():
+        with _Friendly():
             result = make()
         if name is None:
             return result
@@ -140,7 +140,7 @@ class ToolkitMagics(Magics):
             raise ToolkitError(f"%grpo: {text!r} is not a whole number of steps.") from None
 
 
-class _friendly:
+class _Friendly:
     def __enter__(self) -> None:
         pass
 

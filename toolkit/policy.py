@@ -166,6 +166,7 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
         tokenizer = AutoTokenizer.from_pretrained(spec.model)
         config = _config_without_dropout(str(spec.model))
         progress(1)
+        model: Any
         if device_type == "cuda" and dist.get_world_size() > 1:
             model = NeMoAutoModelForCausalLM.from_pretrained(
                 spec.model,
@@ -177,7 +178,7 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
                 **_dropout_fields(config),
             )
         else:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model = AutoModelForCausalLM.from_pretrained(
                 spec.model, config=config, dtype=torch.float32, attn_implementation=spec.attn_implementation or "sdpa"
             )
             model = fsdp.shard(model.to(device), setup)

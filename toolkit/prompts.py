@@ -46,7 +46,8 @@ def arithmetic() -> Task:
     Held-out sums are picked by a multiplicative hash. (A linear rule such as `(7a + 13b) % 10` hides whole digit pairs
     from training, and the held-out accuracy then measures something else.)
     """
-    train, held_out = [], []
+    train: list[tuple[str, str]] = []
+    held_out: list[tuple[str, str]] = []
     for a in range(100):
         for b in range(100):
             hashed = ((100 * a + b) * 2654435761) % 2**32  # Knuth's multiplier

@@ -120,6 +120,7 @@ def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> 
     """
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, HashStore, Store
 
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -131,7 +132,7 @@ def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> 
             )
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    store = dist.FileStore(rendezvous, world_size) if rendezvous else dist.HashStore()
+    store: Store = FileStore(rendezvous, world_size) if rendezvous else HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(hours=12))
 
 

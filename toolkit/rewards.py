@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from toolkit.errors import SpecError
 
@@ -24,8 +25,8 @@ def grade(
     """
     rewards = []
     for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
-        value = reward(prompt, completion, answer)
-        if isinstance(value, str) or not math.isfinite(value):
+        value: Any = reward(prompt, completion, answer)
+        if not isinstance(value, int | float) or not math.isfinite(value):
             raise SpecError(
                 f"the reward function returned {value!r} for prompt {prompt!r} and completion {completion!r}; it must be "
                 "a finite number."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,9 @@ def sample(
     generation_logprobs_BT *= batch.token_mask_BT
     return Rollouts(
         prompts=[prompt for prompt, _ in mine],
-        completions=[policy.tokenizer.decode([t for t in c if t != eos_id], skip_special_tokens=True) for c in completions],
+        completions=[
+            str(policy.tokenizer.decode([t for t in c if t != eos_id], skip_special_tokens=True)) for c in completions
+        ],
         answers=[answer for _, answer in mine],
         batch=batch,
         generation_logprobs_BT=generation_logprobs_BT,
@@ -112,7 +115,7 @@ def _decode(
     greedy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode until every sequence of every rank has ended; returns tokens and logprobs [B, N'], N' at most N, on CPU."""
-    warpers = [TopKLogitsWarper(top_k)] if top_k is not None else []
+    warpers: list[Any] = [TopKLogitsWarper(top_k)] if top_k is not None else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
     eos_id = policy.tokenizer.eos_token_id
     num_new = uniform_BN.shape[1]

@@ -134,7 +134,7 @@ class PolicySpec:
     lm_head_precision: str | None = None
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
-    activation_checkpointing: Checkpointing | Literal[False] = False
+    activation_checkpointing: Checkpointing | bool = False
     cpu_offload: bool = False
     logprob_mode: LogprobMode = "materialized"
     logprob_chunk_size: int | None = None
@@ -153,7 +153,7 @@ class PolicySpec:
             object.__setattr__(self, "lm_head_precision", dtype_name(self.lm_head_precision, "lm_head_precision"))
         for field in ("cast_forward_inputs", "autocast", "sequence_parallel", "cpu_offload", "sequence_packing"):
             _one_of(field, getattr(self, field), (True, False))
-        if self.activation_checkpointing is True:
+        if self.activation_checkpointing == 1:  # True, NeMo-RL's way to say it
             object.__setattr__(self, "activation_checkpointing", "full")
         _one_of("activation_checkpointing", self.activation_checkpointing, (False, *get_args(Checkpointing)))
         _one_of("logprob_mode", self.logprob_mode, get_args(LogprobMode))

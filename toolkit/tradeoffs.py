@@ -98,9 +98,10 @@ def verdict(memory: dict[str, MemoryReport], divergence: dict[str, DivergenceRep
     for dtype in others:
         change = memory[dtype].peak_bytes - memory[reference].peak_bytes
         metrics = divergence[dtype].metrics
+        mean, most = metrics["mean_abs_nats"], metrics["max_abs_nats"]
         sentences.append(
-            f"{dtype} outputs {_saves(change, memory[reference].peak_bytes)} and move the logprobs by "
-            f"{metrics['mean_abs_nats']:.1e} nats on average ({metrics['max_abs_nats']:.1e} at most): {_judge(change, metrics)}"
+            f"{dtype} outputs {_saves(change, memory[reference].peak_bytes)} and move the logprobs by {mean:.1e} nats on "
+            f"average ({most:.1e} at most): {_judge(change, metrics)}"
         )
     return " ".join(sentences)
 
