@@ -6,7 +6,7 @@ data; a module imports only from those before it:
     spec -> layout -> ranks -> engines -> fsdp -> policy -> prompts -> rollouts -> rewards -> advantages -> logprobs
          -> losses -> step
     instruments read along the way: ledger -> memory, mismatch -> divergence -> cause, tradeoffs
-    surface on top: worker -> session -> launch -> figures -> widgets -> magics -> notebook
+    surface on top: worker -> session -> launching -> figures -> widgets -> magics -> notebook
 
 Importing `toolkit` imports neither torch nor transformers; the first `launch` does.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from toolkit.errors import RanksLost as RanksLost
     from toolkit.errors import SessionClosed as SessionClosed
     from toolkit.errors import SpecError as SpecError
-    from toolkit.launch import launch as launch
+    from toolkit.launching import launch as launch
     from toolkit.logprobs import token_logprobs as token_logprobs
     from toolkit.memory import MemoryReport as MemoryReport
     from toolkit.models import tiny_policy as tiny_policy
@@ -48,7 +48,7 @@ _HOMES = {
     "Task": "prompts",
     "TradeoffReport": "tradeoffs",
     "dtype_picker": "widgets",
-    "launch": "launch",
+    "launch": "launching",
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
 }

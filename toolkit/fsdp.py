@@ -226,7 +226,18 @@ def synchronize_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def recover(model: nn.Module) -> None:
     """Make FSDP2 usable again after an exception left a forward or backward half done; gradients are dropped."""
-    unit_modules(model)[ROOT].reset_iter_state()
+    root = unit_modules(model)[ROOT]
+    if _state(root)._is_root is None:
+        return  # no forward has started yet: nothing to put right, and the public reset would fail
+    root.reset_iter_state()
+    for unit in unit_modules(model).values():
+        for group in _state(unit)._fsdp_param_groups:
+            for param in group.fsdp_params:
+                # The public reset leaves these, and the next backward would add to them.
+                unsharded = getattr(param, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
+                param.unsharded_accumulated_grad = None
     model.zero_grad(set_to_none=True)
 
 

@@ -44,7 +44,10 @@ def model_facts(model: str | Path) -> ModelFacts:
             )
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
             raise FileNotFoundError(f"model={str(model)!r}: the folder has a config.json but no weights (*.safetensors).")
-        config = json.loads((folder / "config.json").read_text())
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except json.JSONDecodeError as error:
+            raise SpecError(f"model={str(model)!r}: its config.json is not valid JSON ({error}).") from None
     else:
         config = _hub_config(str(model), folder)
     architectures = config.get("architectures") or []
