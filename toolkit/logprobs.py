@@ -70,7 +70,11 @@ def next_token_logprobs(
     """Logprobs [B, T-1] of tokens 1..T-1, each given those before it, in the spec's mode and temperature order."""
     order, chunk_rows = spec.temperature_order, spec.chunk_rows
     if chunk_rows is None and not isinstance(logits_BTV, DTensor):
-        return token_logprobs(logits_BTV[:, :-1], ids_BT[:, 1:], temperature=temperature, temperature_order=order)
+        # All of it is upcast first and shifted second, as NeMo-RL does: this mode is there to show what that costs. (The
+        # shifted rows are not contiguous for two or more sequences, so the softmax copies them once more.)
+        if temperature != 1.0 and order == "before_upcast":
+            logits_BTV, temperature = logits_BTV / temperature, 1.0
+        return token_logprobs(logits_BTV.float()[:, :-1], ids_BT[:, 1:], temperature=temperature)
     # Cutting off the last column would make the rows non-contiguous and cost a copy of all logits just to chunk them:
     # score the last column too, against any token, and drop its result.
     targets_BT = ids_BT.roll(-1, dims=1)

@@ -1,0 +1,125 @@
+"""Sampling is what it says: greedy is transformers' greedy, logprobs are the trainer's, ranks change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import toolkit as tk
+from toolkit.policy import Policy
+from toolkit.prompts import arithmetic
+from toolkit.rollouts import Rollouts, _invert, sample
+from toolkit.step import score
+
+PROBLEMS = arithmetic().held_out[:12]
+
+
+def sampled(policy: Policy, **options: Any) -> Rollouts:
+    options = {"num_generations": 2, "max_new_tokens": 5, "temperature": 1.0, **options}
+    return sample(policy, PROBLEMS, **options)
+
+
+def all_completions(per_rank: list[Rollouts]) -> list[str]:
+    return [text for rollouts in per_rank for text in rollouts.completions]
+
+
+def test_greedy_is_transformers_greedy() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tk.tiny_policy())
+    model = AutoModelForCausalLM.from_pretrained(tk.tiny_policy(), dtype=torch.float32)
+    want = []
+    for prompt, _ in PROBLEMS:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+        want.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    with tk.launch(model=tk.tiny_policy(), precision="float32") as session:
+        assert all_completions(session.run(sampled, num_generations=1, greedy=True)) == want
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampler_logprobs_are_the_trainers(temperature: float) -> None:
+    def both(policy: Policy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rollouts = sampled(policy, temperature=temperature)
+        scored_BT = score(policy, rollouts.batch, temperature)
+        return rollouts.generation_logprobs_BT[:, 1:], scored_BT, rollouts.batch.token_mask_BT[:, 1:]
+
+    # Cached decoding and one whole forward differ by float32 noise only (3e-6 in the lab); a wrong mask, position or cache
+    # slot moves logprobs by 0.1 and more.
+    with tk.launch(model=tk.tiny_policy(), precision="float32") as session:
+        ((generated_BT, scored_BT, mask_BT),) = session.run(both)
+    torch.testing.assert_close(generated_BT * mask_BT, scored_BT * mask_BT, atol=2e-5, rtol=0)
+    assert (generated_BT * (1 - mask_BT) == 0).all()
+
+
+def test_one_rank_and_two_sample_the_same() -> None:
+    found = []
+    for layout in ({"ranks": 1}, {"ranks": 2}, {"ranks": 2, "tensor_parallel_size": 2}):
+        with tk.launch(model=tk.tiny_policy(), precision="float32", **layout) as session:
+            per_rank = session.run(sampled, seed=5)
+            found.append(all_completions(per_rank[:: layout.get("tensor_parallel_size", 1)]))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 24
+
+
+def test_completions_end_at_their_end_of_sequence_or_are_cut(one_rank: tk.Session) -> None:
+    (rollouts,) = one_rank.run(sampled)
+    eos = 2
+    for row in range(rollouts.batch.num_sequences):
+        ids = rollouts.batch.ids_BT[row][rollouts.batch.token_mask_BT[row] > 0].tolist()
+        assert eos not in ids[:-1]
+        assert (ids[-1] == eos) is bool(rollouts.stopped_B[row])
+        assert rollouts.completions[row] == "".join(one_rank_decode(ids))
+    (short,) = one_rank.run(sampled, max_new_tokens=1)
+    assert not short.stopped_B.all()
+    assert (short.batch.token_mask_BT.sum(-1) == 1).all()
+
+
+def one_rank_decode(ids: list[int]) -> list[str]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tk.tiny_policy())
+    return [tokenizer.decode([i]) for i in ids if i != 2]
+
+
+def test_seeds_differ_and_repeat(one_rank: tk.Session) -> None:
+    first, again, other = (all_completions(one_rank.run(sampled, seed=s)) for s in (1, 1, 2))
+    assert first == again != other
+
+
+def test_inverting_the_distribution_samples_it() -> None:
+    logits_V = torch.tensor([0.0, 1.0, -2.0, 3.0, float("-inf")])
+    count = 20_000
+    uniform = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens = _invert(logits_V.expand(count, -1), uniform)
+    observed = tokens.bincount(minlength=5)[:4]
+    expected = torch.softmax(logits_V[:4].double(), 0) * count
+    assert tokens.max() < 4  # what has no probability is never drawn
+    assert float(((observed - expected) ** 2 / expected).sum()) < 16.27  # chi-squared, 3 degrees of freedom, p = 1e-3
+    edge = _invert(logits_V.expand(2, -1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert edge.tolist() == [0, 3]
+
+
+def test_top_k_and_top_p_restrict_the_choice() -> None:
+    # float32, because bfloat16 logits tie, and a tie is two tokens to top-k and one to argmax.
+    with tk.launch(model=tk.tiny_policy(), precision="float32") as session:
+        greedy = all_completions(session.run(sampled, greedy=True))
+        assert all_completions(session.run(sampled, top_k=1, seed=3)) == greedy
+        assert all_completions(session.run(sampled, top_p=1e-6, seed=3)) == greedy
+        assert all_completions(session.run(sampled, seed=3)) != greedy
+
+
+def test_logits_out_of_range_are_a_clear_error_not_nan_rewards() -> None:
+    def break_head(policy: Policy) -> None:
+        policy.model.lm_head.weight.data.mul_(1e8)
+
+    for ranks in (1, 2):
+        with tk.launch(model=tk.tiny_policy(), output_dtype="float16", ranks=ranks) as session:
+            session.run(break_head)
+            with pytest.raises(FloatingPointError, match="output_dtype='float16'.*float16 ends at 65504"):
+                session.grpo_step()
+            assert session.history.empty
+            session.output_dtype = "bfloat16"
+            session.rollout(2)
