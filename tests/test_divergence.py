@@ -1,0 +1,233 @@
+"""Divergence: worked values, a zero that says why it is zero, and planted causes that must be found."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import toolkit as tk
+from toolkit import fsdp
+from toolkit.divergence import DivergenceReport, _metrics
+from toolkit.errors import SpecError
+from toolkit.policy import Policy
+from toolkit.prompts import make_batch
+from toolkit.spec import GRPOConfig
+from toolkit.step import score
+
+ROWS = [[1, 5, 14, 6, 40, 7, 8, 2], [1, 7, 14, 13, 5, 40, 11, 2], [1, 20, 30, 2]]
+
+
+def test_metrics_by_hand() -> None:
+    g = torch.tensor([math.log(0.5), math.log(0.9), math.log(0.1)], dtype=torch.float64)
+    p = torch.tensor([math.log(0.25), math.log(0.9), math.log(0.2)], dtype=torch.float64)
+    found = _metrics(g, p, GRPOConfig())
+    two = math.log(2)
+    want = {
+        "mean_abs_nats": 2 * two / 3,
+        "max_abs_nats": two,
+        "fraction_bit_identical": 1 / 3,
+        "token_mult_prob_error": (2 + 1 + 2) / 3,
+        "k1": 0.0,
+        "k3": ((0.5 - 1 + two) + 0 + (2 - 1 - two)) / 3,
+        "gen_kl_error": ((0.5 - 1 + two) + 0 + (2 - 1 - two)) / 3,
+        "policy_kl_error": ((2 - 1 - two) + 0 + (0.5 - 1 + two)) / 3,
+        "sampling_importance_ratio": (0.5 + 1 + 2) / 3,
+        "pearson": np.corrcoef([0.5, 0.9, 0.1], [0.25, 0.9, 0.2])[0, 1],
+        "fraction_outside_clip": 2 / 3,
+    }
+    assert {k: found[k] for k in want} == pytest.approx(want, abs=1e-12)
+
+
+def test_the_table_is_what_the_two_settings_give_on_the_same_tokens(one_rank: tk.Session) -> None:
+    report = one_rank.divergence("float32", "bfloat16", token_ids=ROWS)
+    by_dtype = {}
+    for dtype in ("float32", "bfloat16"):
+        one_rank.output_dtype = dtype
+        by_dtype[dtype] = one_rank.logprobs(ROWS)
+    one_rank.output_dtype = "float32"
+    table = report.tokens
+    assert list(table.columns) == [
+        "sequence", "position", "token", "text", "logprob_a", "logprob_b", "delta_nats", "prob_a", "prob_b", "ratio"
+    ]  # fmt: skip
+    assert len(table) == sum(len(row) - 1 for row in ROWS)
+    for row in table.itertuples():
+        assert row.token == ROWS[row.sequence][row.position]
+        # The padded widths differ between the two calls, and with them the rounding of bfloat16 GEMMs: noise, not an error.
+        assert row.logprob_a == pytest.approx(by_dtype["float32"][row.sequence, row.position - 1], abs=0.05)
+    np.testing.assert_allclose(table["delta_nats"], table["logprob_b"] - table["logprob_a"])
+    np.testing.assert_allclose(table["ratio"], np.exp(table["delta_nats"]))
+    np.testing.assert_allclose(table["prob_a"], np.exp(table["logprob_a"]))
+    assert report.metrics["mean_abs_nats"] == pytest.approx(table["delta_nats"].abs().mean())
+    assert report.metrics["max_abs_nats"] == table["delta_nats"].abs().max()
+
+
+def test_it_does_not_depend_on_the_sessions_own_setting(one_rank: tk.Session) -> None:
+    reports = []
+    for dtype in ("float32", "float16"):
+        one_rank.output_dtype = dtype
+        reports.append(one_rank.divergence("float32", "bfloat16", token_ids=ROWS))
+    one_rank.output_dtype = "float32"
+    pd.testing.assert_frame_equal(reports[0].tokens, reports[1].tokens)
+    assert reports[0].metrics == reports[1].metrics
+
+
+def test_two_ranks_gather_every_token_once() -> None:
+    with tk.launch(model=tk.tiny_policy(), precision="float32") as session:
+        alone = session.divergence("float32", "bfloat16", token_ids=ROWS)
+    with tk.launch(model=tk.tiny_policy(), precision="float32", ranks=2) as session:
+        together = session.divergence("float32", "bfloat16", token_ids=ROWS)  # three rows over two ranks: one is padding
+    columns = ["sequence", "position", "token", "text"]
+    pd.testing.assert_frame_equal(alone.tokens[columns], together.tokens[columns])
+    np.testing.assert_allclose(alone.tokens["logprob_a"], together.tokens["logprob_a"], atol=2e-5)
+    assert together.metrics["gradient_cosine"] == pytest.approx(alone.metrics["gradient_cosine"], abs=1e-4)
+
+
+def test_the_final_norm_in_the_root_unit_is_named(one_rank: tk.Session) -> None:
+    report = one_rank.divergence("float32", "bfloat16")
+    assert 1e-5 < report.metrics["mean_abs_nats"] < 2e-2
+    assert "the final norm belongs to the root unit" in report.cause
+    assert report.units["model.layers.3"] == pytest.approx(report.metrics["mean_abs_nats"], rel=1e-6)
+    assert all(value == 0.0 for name, value in report.units.items() if name != "model.layers.3")
+    assert 0 < report.metrics["gradient_relative_error"] < 0.1
+    assert 0.99 < report.metrics["gradient_cosine"] < 1
+
+
+def test_with_the_final_norm_in_a_unit_of_its_own_it_is_exactly_zero_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fact 3: then a float32 output only widens bfloat16 numbers on the way from unit to unit."""
+    apply = fsdp.shard
+
+    def with_norm_unit(model: Any, setup: Any) -> Any:
+        mesh = setup.mesh_context.device_mesh["dp_shard"]
+        fully_shard(model.model.norm, mesh=mesh, mp_policy=setup.strategy_config.mp_policy)
+        return apply(model, setup)
+
+    monkeypatch.setattr(fsdp, "shard", with_norm_unit)
+    with tk.launch(model=tk.tiny_policy()) as session:
+        report = session.divergence("float32", "bfloat16")
+        assert report.metrics["fraction_bit_identical"] == 1.0
+        assert report.metrics["mean_abs_nats"] == report.metrics["max_abs_nats"] == 0.0
+        assert report.metrics["token_mult_prob_error"] == 1.0
+        assert report.metrics["gradient_relative_error"] == 0.0
+        assert report.metrics["gradient_cosine"] == pytest.approx(1.0)
+        assert report.cause.startswith("Zero because every unit casts its inputs back to bfloat16")
+        assert "bit-identical" in report.headline
+        # And under the settings named by fact 3 it is not.
+        for common in (
+            {"temperature": 0.7, "temperature_order": "before_upcast"},
+            {"cast_forward_inputs": False},
+        ):
+            assert session.divergence("float32", "bfloat16", **common).metrics["mean_abs_nats"] > 1e-4, common
+        assert session.divergence("float32", "float16").metrics["mean_abs_nats"] > 1e-4
+        half = {"temperature": 0.5, "temperature_order": "before_upcast"}
+        assert session.divergence("float32", "bfloat16", **half).metrics["mean_abs_nats"] == 0.0  # a power of two is exact
+
+
+def test_the_same_setting_twice_is_zero_and_says_so(one_rank: tk.Session) -> None:
+    report = one_rank.divergence("bfloat16", "bf16")
+    assert report.metrics["fraction_bit_identical"] == 1.0
+    assert "same setting" in report.cause
+
+
+PLANTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"temperature": 0.7, "temperature_order": "before_upcast"}, "temperature_order='after_upcast' cures it"),
+    ({}, {"cast_forward_inputs": False}, "the residual stream keeps the output dtype"),
+    ({"precision": "float32"}, {}, "compute is float32"),
+]
+
+
+@pytest.mark.parametrize(("spec", "common", "cause"), PLANTED)
+def test_planted_causes_are_found(spec: dict[str, Any], common: dict[str, Any], cause: str) -> None:
+    with tk.launch(model=tk.tiny_policy(), **spec) as session:
+        report = session.divergence("float32", "bfloat16", **common)
+    assert report.metrics["mean_abs_nats"] > 1e-4
+    assert cause in report.cause
+
+
+def test_float16_loses_small_embedding_values(one_rank: tk.Session) -> None:
+    report = one_rank.divergence("float32", "float16")
+    assert max(report.units, key=lambda unit: report.units[unit]) == "model.embed_tokens"
+    assert "below float16's normal range" in report.cause
+
+
+def test_the_orders_of_temperature_and_the_modes_of_logprobs_compare_too(one_rank: tk.Session) -> None:
+    orders = one_rank.divergence(
+        {"temperature_order": "after_upcast"}, {"temperature_order": "before_upcast"}, output_dtype="bfloat16", temperature=0.7
+    )
+    assert orders.metrics["mean_abs_nats"] > 1e-4
+    assert (orders.a, orders.b) == ("temperature_order=after_upcast", "temperature_order=before_upcast")
+    wide = one_rank.divergence(
+        {"temperature_order": "after_upcast"}, {"temperature_order": "before_upcast"}, output_dtype="float32", temperature=0.7
+    )
+    assert wide.metrics["mean_abs_nats"] == 0.0
+    assert "give the same bits before and after the upcast" in wide.cause
+    modes = one_rank.divergence(
+        {"logprob_mode": "materialized"}, {"logprob_mode": "chunked", "logprob_chunk_size": 7}, token_ids=ROWS
+    )
+    assert modes.metrics["max_abs_nats"] < 1e-5
+
+
+BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
+    ("float32", "float8", {}, "output_dtype='float8'"),
+    ("float32", {"precision": "float32"}, {}, "'precision' is built into a session"),
+    ("float32", {"dtype": "float32"}, {}, "'dtype' is no setting"),
+    ("float32", "bfloat16", {"temperature": 0.0}, "temperature"),
+    ("float32", {"cast_forward_inputs": False, "autocast": False}, {}, "no matmul accepts"),
+    ("float32", "bfloat16", {"token_ids": []}, "token_ids is empty"),
+    ("float32", "bfloat16", {"token_ids": [[1, 2], [3]]}, r"token_ids\[1\] has 1 token"),
+    ("float32", "bfloat16", {"token_ids": [[1, 96]]}, r"has id 96, outside the vocabulary \[0, 96\)"),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "options", "reason"), BAD)
+def test_bad_requests_are_named_and_the_session_goes_on(
+    a: Any, b: Any, options: dict[str, Any], reason: str, two_ranks: tk.Session
+) -> None:
+    with pytest.raises(SpecError, match=reason):
+        two_ranks.divergence(a, b, **options)
+    assert set(two_ranks.units()["output_dtype"]) == {"float32"}
+
+
+def test_distance_to_float64_truth_is_float32_noise_in_float32_compute() -> None:
+    """An oracle for the whole forward: the plain transformers model in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tk.tiny_policy(), dtype=torch.float64)
+    with tk.launch(model=tk.tiny_policy(), precision="float32") as session:
+        logprobs = session.logprobs(ROWS)
+    for row, found in zip(ROWS, logprobs, strict=True):
+        ids = torch.tensor([row])
+        exact = torch.log_softmax(model(ids).logits, -1)[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
+        np.testing.assert_allclose(found[: len(row) - 1], exact.detach().numpy(), atol=1e-5)
+        assert np.isnan(found[len(row) - 1 :]).all()
+
+
+def test_a_temperature_of_the_config_is_the_one_compared_at() -> None:
+    def scored(policy: Policy, temperature: float) -> torch.Tensor:
+        return score(policy, make_batch(ROWS, [1] * 3, 0), temperature)
+
+    with tk.launch(model=tk.tiny_policy(), temperature=0.7) as session:
+        report = session.divergence("float32", "bfloat16", token_ids=ROWS)
+        (direct,) = session.run(scored, 0.7)
+    first = report.tokens.query("sequence == 0")["logprob_a"]
+    np.testing.assert_array_equal(first.to_numpy(), direct[0].double().numpy())
+
+
+def test_the_report_shows_itself(one_rank: tk.Session) -> None:
+    report = one_rank.divergence()
+    assert isinstance(report, DivergenceReport)
+    assert repr(report).startswith("DivergenceReport: float32 outputs against bfloat16 outputs")
+    assert report.to_frame() is report.tokens
+    parsed = json.loads(report.to_json())
+    assert parsed["metrics"] == pytest.approx(report.metrics)
+    assert len(parsed["tokens"]["token"]) == len(report.tokens)
+    for name in ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
+                 "sampling_importance_ratio", "mean_abs_nats", "max_abs_nats", "fraction_bit_identical", "k1", "k3", "pearson",
+                 "fraction_outside_clip", "argmax_flips", "gradient_relative_error", "gradient_cosine"):  # fmt: skip
+        assert name in report.summary
