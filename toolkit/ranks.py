@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import cloudpickle
@@ -86,11 +86,9 @@ class _Stream(io.TextIOBase):
 def execute(blob: bytes, emit: Callable[[Message], None]) -> None:
     """Run one call on this rank and emit its answer, whatever happens."""
     try:
-        fn, args, source = pickle.loads(blob)
-        if source is not None:  # cloudpickle drops the file of a cell; give its traceback source lines again
-            name = f"<cell {fn.__qualname__}>"
-            fn.__code__ = fn.__code__.replace(co_filename=name)
-            linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        fn, args, sources = pickle.loads(blob)
+        for function, source in zip(_functions((fn, args)), sources, strict=True):
+            _show_source(function, source)
         out, err = _Stream(emit, "stdout"), _Stream(emit, "stderr")
         with emitting_to(emit), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             answer: Message = ("ok", cloudpickle.dumps(fn(*args), protocol=5))
@@ -136,6 +134,37 @@ def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> 
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(hours=12))
 
 
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The functions in a call's arguments, in a fixed order."""
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _functions(item)
+    elif isinstance(value, dict):
+        yield from _functions(list(value.values()))
+
+
+def _source_of(function: FunctionType) -> str | None:
+    """The source of a function that travels by value (from a cell, or local to another), at its own line numbers."""
+    if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
+        return None
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError):  # typed at a prompt, say
+        return None
+    return "\n" * (first - 1) + "".join(lines)
+
+
+def _show_source(function: FunctionType, source: str | None) -> None:
+    """Let tracebacks show a function's lines: cloudpickle drops the name of its file."""
+    if source is None:
+        return
+    name = f"<{function.__module__} {function.__qualname__} {hash(source):x}>"
+    function.__code__ = function.__code__.replace(co_filename=name)
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+
+
 # ---- in the kernel --------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +179,8 @@ class Ranks:
 
     def __init__(self) -> None:
         self.lost: RuntimeError | None = None
+        #: Ctrl-C came when the work of the last call was already done.
+        self.interrupted_late = False
         self._lock = threading.RLock()
 
     # An engine supplies these five.
@@ -186,20 +217,29 @@ class Ranks:
         Raises:
             RanksLost: a rank died or could not be brought back; nothing can be called any more.
             SessionClosed: `close` was called before.
-            KeyboardInterrupt: after Ctrl-C, once every rank has stopped at a boundary.
+            KeyboardInterrupt: after Ctrl-C, once every rank has stopped at a boundary. If the work was done by then, the
+                results are returned and `raise_late_interrupt` raises it.
             Exception: whatever `fn` raised, with `.rank` and the rank's traceback as a note.
         """
         with self._lock:
             if self.lost is not None:
                 raise self.lost
-            blob = cloudpickle.dumps((fn, args, _source_of_cell(fn)), protocol=5)
+            sources = [_source_of(function) for function in _functions((fn, args))]
+            blob = cloudpickle.dumps((fn, args, sources), protocol=5)
             with Bars() as bars, count_interrupts() as interrupts:
                 ok, errors = self._drain(blob, bars, interrupts)
-        if interrupts.count or any(isinstance(_load_error(e), KeyboardInterrupt) for e in errors.values()):
+        if any(isinstance(_load_error(e), KeyboardInterrupt) for e in errors.values()):
             raise KeyboardInterrupt("stopped at a step boundary; the session is as it was before this call")
         if errors:
             raise _first_error(errors)
+        self.interrupted_late = interrupts.count > 0
         return [ok[r] for r in range(self.n)]
+
+    def raise_late_interrupt(self) -> None:
+        """Raise the KeyboardInterrupt that came after the last boundary of a call, once its results are safe."""
+        if self.interrupted_late:
+            self.interrupted_late = False
+            raise KeyboardInterrupt("stopped after the call had finished; its result is kept")
 
     def _drain(self, blob: bytes, bars: Bars, interrupts: Interrupts) -> tuple[dict[int, Any], dict[int, Message]]:
         ok: dict[int, Any] = {}
@@ -280,15 +320,6 @@ def count_interrupts(on_first: Callable[[], None] | None = None) -> Iterator[Int
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _source_of_cell(fn: Callable[..., Any]) -> str | None:
-    if getattr(fn, "__module__", "") != "__main__" or not inspect.isfunction(fn):
-        return None
-    try:
-        return "\n" * (fn.__code__.co_firstlineno - 1) + inspect.getsource(fn)
-    except (OSError, TypeError):
-        return None
 
 
 def _load_error(data: Message) -> BaseException:

@@ -127,6 +127,11 @@ class Session:
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(policy, *args, **kwargs)` on every rank, also a function defined in the notebook; results by rank."""
+        results = self._call(fn, *args, **kwargs)
+        self._ranks.raise_late_interrupt()
+        return results
+
+    def _call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         self._apply_pending()
         return self._ranks.call(self._worker.on_policy, self._key, fn, args, kwargs)
 
@@ -146,9 +151,10 @@ class Session:
                 bars.update("GRPO steps", done, n) if n > 1 else None
                 step = len(self._records)
                 problems = self._problems(task, self._config.num_prompts_per_step, step)
-                record = self.run(grpo_step, self._config, problems, task.reward, step)[0]
+                record = self._call(grpo_step, self._config, problems, task.reward, step)[0]
                 self._records.append(record)
                 records.append(record)
+                self._ranks.raise_late_interrupt()  # the step is taken, so it is booked first
         return records[0] if n == 1 else records
 
     def rollout(self, n: int | None = None) -> pd.DataFrame:
