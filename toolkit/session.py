@@ -19,7 +19,7 @@ from toolkit.layout import (
     check_temperature_order,
 )
 from toolkit.progress import Bars
-from toolkit.ranks import Ranks
+from toolkit.ranks import Ranks, count_interrupts
 from toolkit.spec import GRPOConfig, PolicySpec, check_whole
 
 if TYPE_CHECKING:
@@ -151,10 +151,13 @@ class Session:
                 bars.update("GRPO steps", done, n) if n > 1 else None
                 step = len(self._records)
                 problems = self._problems(task, self._config.num_prompts_per_step, step)
-                record = self._call(grpo_step, self._config, problems, task.reward, step)[0]
-                self._records.append(record)
-                records.append(record)
-                self._ranks.raise_late_interrupt()  # the step is taken, so it is booked first
+                with count_interrupts() as interrupts:  # a step that is taken is booked before Ctrl-C ends the cell
+                    record = self._call(grpo_step, self._config, problems, task.reward, step)[0]
+                    self._records.append(record)
+                    records.append(record)
+                self._ranks.raise_late_interrupt()
+                if interrupts.count:
+                    raise KeyboardInterrupt
         return records[0] if n == 1 else records
 
     def rollout(self, n: int | None = None) -> pd.DataFrame:

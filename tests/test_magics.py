@@ -1,0 +1,122 @@
+"""The magics in a live IPython shell: registered once, helped, friendly, and they return and store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+import toolkit as tk
+from toolkit.magics import ToolkitError
+
+NAMES = ("output_dtype", "grpo", "memory", "divergence")
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    shell = InteractiveShell.instance()
+    yield shell
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def ip(shell: InteractiveShell, one_rank: tk.Session) -> Iterator[InteractiveShell]:
+    shell.run_line_magic("load_ext", "toolkit")
+    one_rank.output_dtype = "float32"
+    shell.user_ns["session"] = one_rank
+    yield shell
+    for name in ("session", "other", "kept"):
+        shell.user_ns.pop(name, None)
+
+
+def test_loading_twice_and_reloading_is_the_same_as_once(ip: InteractiveShell) -> None:
+    def ours() -> list[str]:
+        return [type(c).__name__ for c in ip.configurables if type(c).__name__ == "ToolkitMagics"]
+
+    assert ours() == ["ToolkitMagics"]
+    ip.run_line_magic("load_ext", "toolkit")
+    ip.run_line_magic("reload_ext", "toolkit")
+    ip.run_line_magic("reload_ext", "toolkit")
+    assert ours() == ["ToolkitMagics"]
+    assert ip.run_line_magic("output_dtype", "") == "float32"
+
+
+def test_unloading_removes_them(ip: InteractiveShell) -> None:
+    ip.run_line_magic("unload_ext", "toolkit")
+    assert not set(NAMES) & set(ip.magics_manager.magics["line"])
+    ip.run_line_magic("load_ext", "toolkit")
+    assert set(NAMES) <= set(ip.magics_manager.magics["line"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_has_help_with_its_arguments_and_an_example(name: str, ip: InteractiveShell) -> None:
+    text = ip.find_line_magic(name).__doc__
+    assert f"%{name}" in text
+    assert "Example:" in text
+    assert "--session" in text
+
+
+def test_output_dtype_shows_and_switches(ip: InteractiveShell, one_rank: tk.Session) -> None:
+    assert ip.run_line_magic("output_dtype", "bfloat16") == "bfloat16"
+    assert one_rank.output_dtype == "bfloat16"
+    assert set(one_rank.units()["output_dtype"]) == {"bfloat16"}
+    assert ip.run_line_magic("output_dtype", "") == "bfloat16"
+
+
+def test_results_are_returned_or_stored(ip: InteractiveShell, one_rank: tk.Session) -> None:
+    steps = len(one_rank.history)
+    record = ip.run_line_magic("grpo", "")
+    assert record.step == steps + 1
+    assert ip.run_line_magic("grpo", "2 -o kept") is None
+    assert [r.step for r in ip.user_ns["kept"]] == [steps + 2, steps + 3]
+    assert ip.run_line_magic("memory", "bfloat16").output_dtype == "bfloat16"
+    report = ip.run_line_magic("divergence", "float32 float16 -t 0.7")
+    assert (report.a, report.b) == ("float32 outputs", "float16 outputs")
+    assert ip.run_cell("r = %memory\nassert r.peak_bytes > 0").success
+
+
+BAD = [
+    ("output_dtype", "float8", "output_dtype='float8' is not a dtype"),
+    ("output_dtype", "--nope", "unrecognized arguments"),
+    ("grpo", "many", "'many' is not a whole number"),
+    ("grpo", "0", "n=0 must be a whole number of at least 1"),
+    ("memory", "int4", "output_dtype='int4'"),
+    ("divergence", "float32 bfloat16 -t warm", "'warm' is not a number"),
+    ("divergence", "float32 bfloat16 --temperature-order early", "temperature_order='early'"),
+    ("memory", "-s nobody", "'nobody' is no session"),
+]
+
+
+@pytest.mark.parametrize(("magic", "line", "message"), BAD)
+def test_bad_arguments_are_one_friendly_message_that_fails_the_cell(
+    magic: str, line: str, message: str, ip: InteractiveShell
+) -> None:
+    with pytest.raises(ToolkitError, match=message) as error:
+        ip.run_line_magic(magic, line)
+    assert error.value._render_traceback_() == [str(error.value)]  # what a notebook shows
+    result = ip.run_cell(f"%{magic} {line}", silent=True)
+    assert isinstance(result.error_in_exec, ToolkitError)  # an IPython UsageError would leave the cell "ok"
+
+
+def test_which_session_is_meant(ip: InteractiveShell, one_rank: tk.Session) -> None:
+    ip.user_ns["alias"] = one_rank  # two names, one session: no question
+    assert ip.run_line_magic("output_dtype", "") == "float32"
+    del ip.user_ns["alias"]
+    with tk.launch(model=tk.tiny_policy(), output_dtype="float16") as other:
+        ip.user_ns["other"] = other
+        with pytest.raises(ToolkitError, match="several sessions: say which with --session session or other"):
+            ip.run_line_magic("output_dtype", "")
+        assert ip.run_line_magic("output_dtype", "-s other") == "float16"
+    assert ip.run_line_magic("output_dtype", "") == "float32"  # a closed session is no candidate
+    del ip.user_ns["session"], ip.user_ns["other"]
+    with pytest.raises(ToolkitError, match="there is no open session"):
+        ip.run_line_magic("grpo", "")
+
+
+def test_completion_offers_the_dtypes(ip: InteractiveShell) -> None:
+    completer: Any = ip.Completer
+    completer.use_jedi = False
+    _, matches = completer.complete(line_buffer="%output_dtype bf", cursor_pos=16)
+    assert any("bfloat16" in match for match in matches)
