@@ -158,12 +158,18 @@ def test_float16_loses_small_embedding_values(one_rank: tk.Session) -> None:
 
 def test_the_orders_of_temperature_and_the_modes_of_logprobs_compare_too(one_rank: tk.Session) -> None:
     orders = one_rank.divergence(
-        {"temperature_order": "after_upcast"}, {"temperature_order": "before_upcast"}, output_dtype="bfloat16", temperature=0.7
+        {"temperature_order": "after_upcast"},
+        {"temperature_order": "before_upcast"},
+        output_dtype="bfloat16",
+        temperature=0.7,
     )
     assert orders.metrics["mean_abs_nats"] > 1e-4
     assert (orders.a, orders.b) == ("temperature_order=after_upcast", "temperature_order=before_upcast")
     wide = one_rank.divergence(
-        {"temperature_order": "after_upcast"}, {"temperature_order": "before_upcast"}, output_dtype="float32", temperature=0.7
+        {"temperature_order": "after_upcast"},
+        {"temperature_order": "before_upcast"},
+        output_dtype="float32",
+        temperature=0.7,
     )
     assert wide.metrics["mean_abs_nats"] == 0.0
     assert "give the same bits before and after the upcast" in wide.cause

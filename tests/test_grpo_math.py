@@ -27,7 +27,12 @@ def test_advantages_by_hand() -> None:
     third = 1 / 3  # leave-one-out: the others' mean is 0 for the success, 1/3 for a failure
     close(advantages(False, True), torch.tensor([[1.0, -third, -third, -third], [2 * third] * 2 + [-2 * third] * 2]))
     # Standard deviations with Bessel's correction: sqrt(0.75 / 3) = 0.5 and sqrt(1 / 3).
-    close(advantages(True, False), torch.tensor([[1.5, -0.5, -0.5, -0.5], [3**0.5 / 2] * 2 + [-(3**0.5) / 2] * 2]), atol=1e-5, rtol=0)
+    close(
+        advantages(True, False),
+        torch.tensor([[1.5, -0.5, -0.5, -0.5], [3**0.5 / 2] * 2 + [-(3**0.5) / 2] * 2]),
+        atol=1e-5,
+        rtol=0,
+    )
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 1e8])
@@ -101,7 +106,9 @@ def test_parts_of_a_batch_add_up_to_the_whole(sequences: int, tokens: int, token
     counts = {"num_tokens": max(1.0, float(mask.sum())), "num_sequences": float(sequences)}
     whole, _ = clipped_policy_gradient(current, previous, advantages, mask, config, **counts)
     parts = [
-        clipped_policy_gradient(current[i : i + 1], previous[i : i + 1], advantages[i : i + 1], mask[i : i + 1], config, **counts)[0]
+        clipped_policy_gradient(
+            current[i : i + 1], previous[i : i + 1], advantages[i : i + 1], mask[i : i + 1], config, **counts
+        )[0]
         for i in range(sequences)
     ]
     close(torch.stack(parts).sum(), whole, rtol=1e-5, atol=1e-6)
@@ -129,7 +136,8 @@ def test_mismatch_metrics_by_hand() -> None:
         "token_mult_prob_error": 2.0,
         "gen_kl_error": 0.5 - 1 - math.log(0.5),  # e^(p-g) - 1 - (p-g)
         "policy_kl_error": 2.0 - 1 - math.log(2.0),
-        "js_divergence_error": 0.5 * (0.25 / mixture - 1 - math.log(0.25 / mixture) + 0.5 / mixture - 1 - math.log(0.5 / mixture)),
+        "js_divergence_error": 0.5
+        * (0.25 / mixture - 1 - math.log(0.25 / mixture) + 0.5 / mixture - 1 - math.log(0.5 / mixture)),
         "sampling_importance_ratio": 0.5,
         "k1": math.log(2.0),
     }

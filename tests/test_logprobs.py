@@ -61,9 +61,7 @@ def test_value_and_gradient_match_float64_in_every_mode(
 
 def test_known_values() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)], [2.0, 2.0]])
-    torch.testing.assert_close(
-        token_logprobs(logits, torch.tensor([1, 0])), torch.tensor([math.log(0.75), math.log(0.5)])
-    )
+    torch.testing.assert_close(token_logprobs(logits, torch.tensor([1, 0])), torch.tensor([math.log(0.75), math.log(0.5)]))
     # At T = 0.5 the odds of 3:1 become 9:1.
     torch.testing.assert_close(
         token_logprobs(logits, torch.tensor([1, 0]), temperature=0.5), torch.tensor([math.log(0.9), math.log(0.5)])
@@ -117,7 +115,9 @@ def test_the_reviewed_temperature_error_comes_out_where_it_was_measured() -> Non
     before = token_logprobs(logits, targets, temperature=0.7, temperature_order="before_upcast")
     assert float((after - exact).abs().max()) < 1e-5
     assert 0.01 < float((before - exact).abs().mean()) < 0.05
-    at_half = [token_logprobs(logits, targets, temperature=0.5, temperature_order=o) for o in ("after_upcast", "before_upcast")]
+    at_half = [
+        token_logprobs(logits, targets, temperature=0.5, temperature_order=o) for o in ("after_upcast", "before_upcast")
+    ]
     assert torch.equal(*at_half)
 
 
@@ -158,8 +158,10 @@ def test_bad_input_is_named(logits: torch.Tensor, targets: torch.Tensor, tempera
         tk.token_logprobs(logits, targets, temperature=temperature)
 
 
-def vocab_parallel(policy: Policy, logits: torch.Tensor, targets: torch.Tensor, chunk: int | None) -> tuple[torch.Tensor, ...]:
-    from torch.distributed.tensor import Replicate, distribute_tensor, Shard
+def vocab_parallel(
+    policy: Policy, logits: torch.Tensor, targets: torch.Tensor, chunk: int | None
+) -> tuple[torch.Tensor, ...]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     sharded = distribute_tensor(logits, policy.mesh["tp"], [Shard(-1)]).requires_grad_()
     logprobs = token_logprobs(sharded, targets, temperature=0.7, chunk_rows=chunk)

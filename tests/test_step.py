@@ -114,7 +114,9 @@ def test_gradient_norm_and_clipping_against_the_whole_gradient(two_ranks: tk.Ses
         forward_backward(policy, config, batch)
 
         def whole_norm() -> float:
-            return float(torch.stack([p.grad.full_tensor().double().square().sum() for p in policy.model.parameters()]).sum().sqrt())
+            return float(
+                torch.stack([p.grad.full_tensor().double().square().sum() for p in policy.model.parameters()]).sum().sqrt()
+            )
 
         before = whole_norm()
         reported = clip_gradients(policy, 0.5)
@@ -185,7 +187,7 @@ def test_records_show_themselves(one_rank: tk.Session) -> None:
     records = one_rank.grpo_step(2)
     assert isinstance(records, StepRecords)
     assert isinstance(records.to_frame(), pd.DataFrame)
-    assert repr(records).startswith("StepRecords: 2 steps, reward")
+    assert repr(records).startswith("StepRecords: steps ")
     assert "token_mult_prob_error" in records._repr_html_()
     record = records[0]
     assert "reward" in repr(record)

@@ -6,7 +6,7 @@ them; backgrounds are transparent and text is a grey readable on both, because t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -46,6 +46,7 @@ _MIB = 2**20
 def template() -> go.layout.Template:
     """The look all figures share."""
     axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": GREY, "ticks": "outside", "tickcolor": GREY}
+    axis |= {"exponentformat": "power"}
     return go.layout.Template(
         layout={
             "paper_bgcolor": "rgba(0,0,0,0)",
@@ -55,7 +56,7 @@ def template() -> go.layout.Template:
             "title": {"x": 0, "xref": "paper", "font": {"size": 15}},
             "xaxis": axis,
             "yaxis": axis,
-            "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
+            "margin": {"l": 70, "r": 20, "t": 80, "b": 60},
             "legend": {"bgcolor": "rgba(0,0,0,0)"},
             "hoverlabel": {"font": {"size": 12}},
             "height": 420,
@@ -100,22 +101,29 @@ def memory_figure(report: MemoryReport) -> go.Figure:
         arrowcolor=GREY,
         ay=-30,
     )
-    phases = pd.Series(line["phase"])
-    for start in phases.index[phases.ne(phases.shift())]:
-        figure.add_vline(x=line["event"][start], line={"color": GREY, "dash": "dot", "width": 1})
-        figure.add_annotation(
-            x=line["event"][start],
-            y=1,
-            yref="paper",
-            text=phases[start],
-            showarrow=False,
-            xanchor="left",
-            yanchor="bottom",
-        )
+    _mark_phases(figure, line["event"], line["phase"])
     figure.update_layout(hovermode="x unified")
     figure.update_xaxes(title_text="allocations and frees, in order")
     figure.update_yaxes(title_text="MiB", range=[0, max(totals) / _MIB * 1.15])
     return figure
+
+
+def _mark_phases(figure: go.Figure, events: list[int], phases: list[str]) -> None:
+    """A line where each phase begins; its name at the first of each, raised where there is no room beside the next."""
+    starts = [i for i in range(len(phases)) if i == 0 or phases[i] != phases[i - 1]]
+    width = events[-1] - events[0]
+    named: set[str] = set()
+    for place, start in enumerate(starts):
+        figure.add_vline(x=events[start], line={"color": GREY, "dash": "dot", "width": 1})
+        if phases[start] in named:
+            continue
+        named.add(phases[start])
+        end = events[starts[place + 1]] if place + 1 < len(starts) else events[-1]
+        narrow = end - events[start] < 0.08 * width
+        figure.add_annotation(
+            x=events[start], y=1, yref="paper", text=phases[start], showarrow=False, xanchor="left", yanchor="bottom",
+            yshift=14 if narrow else 0,
+        )  # fmt: skip
 
 
 def memory_comparison_figure(reports: dict[str, MemoryReport]) -> go.Figure:
@@ -130,13 +138,14 @@ def memory_comparison_figure(reports: dict[str, MemoryReport]) -> go.Figure:
     for name, report in reports.items():
         colour, _, pattern = _DTYPE_STYLE.get(report.output_dtype, (GREY, "", "."))
         figure.add_bar(
-            x=[category.replace("_", " ") for category in report.categories],
+            x=[category.replace("_", "<br>") for category in report.categories],
             y=np.array(list(report.categories.values())) / _MIB,
             name=f"{name}: {format_bytes(report.peak_bytes)}",
             marker={"color": colour, "pattern": {"shape": pattern}},
             hovertemplate="%{x}: %{y:.3f} MiB",
         )
     figure.update_layout(barmode="group")
+    figure.update_xaxes(tickangle=0, tickfont={"size": 11})
     figure.update_yaxes(title_text="MiB at the peak")
     return figure
 
@@ -147,22 +156,27 @@ def logits_figure(reports: dict[str, MemoryReport]) -> go.Figure:
     figure = _figure(
         "Logit buffers alive at once: " + ", ".join(f"{name} {value:.1f} B" for name, value in peaks.items()) + " per logit"
     )
+    longest_first = sorted(reports.values(), key=lambda r: -len(r.logit_buffers))  # has every stage, in order
+    stages = list(dict.fromkeys(_stage(buffer) for r in longest_first for buffer in r.logit_buffers))
+    order = {phase: place for place, phase in enumerate(("forward", "loss", "backward"))}
+    stages.sort(key=lambda stage: order[stage.split("<br>")[0]])
     for name, report in reports.items():
         colour, _, pattern = _DTYPE_STYLE.get(report.output_dtype, (GREY, "", "."))
-        frame = pd.DataFrame(report.logit_buffers)
-        stages = [f"{row.phase}: {row.stage}" for row in frame.itertuples()]
+        buffers = report.logit_buffers
         figure.add_bar(
-            x=stages,
-            y=frame["bytes"] / report.logit_elements,
+            x=[_stage(b) for b in buffers],
+            y=[b["bytes"] / report.logit_elements for b in buffers],
             name=name,
             marker={
                 "color": colour,
                 "pattern": {"shape": pattern},
-                "opacity": [1.0 if alive else 0.45 for alive in frame["alive_at_logit_peak"]],
+                "line": {"color": colour, "width": 1},
+                "opacity": [1.0 if b["alive_at_logit_peak"] else 0.4 for b in buffers],
             },
-            customdata=np.stack([frame["shape"].astype(str), frame["dtype"], frame["bytes"].map(format_bytes)], axis=-1),
+            customdata=[[str(b["shape"]), b["dtype"], format_bytes(b["bytes"])] for b in buffers],
             hovertemplate="%{x}<br>%{customdata[0]} %{customdata[1]}, %{customdata[2]}",
         )
+    figure.update_xaxes(categoryorder="array", categoryarray=stages, tickangle=0, tickfont={"size": 10})
     for bytes_each, dtype in ((2, "one 16-bit copy, 2NV"), (4, "one float32 copy, 4NV")):
         figure.add_hline(
             y=bytes_each,
@@ -171,8 +185,23 @@ def logits_figure(reports: dict[str, MemoryReport]) -> go.Figure:
             annotation_position="top right",
         )
     figure.update_layout(barmode="group", height=460)
-    figure.update_yaxes(title_text="bytes per logit element (faint: not alive at the logit peak)")
+    figure.update_yaxes(title_text="bytes per logit element")
+    figure.add_annotation(
+        text="faint: not alive when logits take most",
+        x=1,
+        y=1,
+        xref="paper",
+        yref="paper",
+        showarrow=False,
+        yanchor="bottom",
+    )
     return figure
+
+
+def _stage(buffer: dict[str, Any]) -> str:
+    words = f"{buffer['stage']}".split()
+    half = (len(words) + 1) // 2
+    return "<br>".join([buffer["phase"], " ".join(words[:half]), " ".join(words[half:])])
 
 
 def divergence_figure(report: DivergenceReport) -> go.Figure:
@@ -225,10 +254,14 @@ def divergence_figure(report: DivergenceReport) -> go.Figure:
         xanchor="right",
         font={"color": VERMILION},
     )
-    figure.update_xaxes(type="log", title_text=f"probability, {report.a}", row=1, col=1)
-    figure.update_yaxes(type="log", title_text=f"probability, {report.b}", row=1, col=1)
+    powers = {
+        "type": "log",
+        "dtick": 1,
+    }
+    figure.update_xaxes(title_text=f"probability, {report.a}", **powers, row=1, col=1)
+    figure.update_yaxes(title_text=f"probability, {report.b}", **powers, row=1, col=1)
     figure.update_xaxes(title_text=f"{report.b} / {report.a}", row=1, col=2)
-    figure.update_yaxes(type="log", title_text="tokens", row=1, col=2)
+    figure.update_yaxes(title_text="tokens", **powers, row=1, col=2)
     return figure
 
 
@@ -290,6 +323,7 @@ def tradeoffs_figure(report: TradeoffReport) -> go.Figure:
         )
     low, high = frame["peak_bytes"].min() / _MIB, frame["peak_bytes"].max() / _MIB
     room = max(high - low, 0.01 * high)
-    figure.update_xaxes(title_text=f"mean |delta| in nats from {reference} outputs", rangemode="tozero")
+    most = max(frame["mean_abs_nats"].max(), 1e-6)
+    figure.update_xaxes(title_text=f"mean |delta| in nats from {reference} outputs", range=[-0.08 * most, 1.12 * most])
     figure.update_yaxes(title_text="peak MiB", range=[low - 0.4 * room, high + 0.4 * room])
     return figure

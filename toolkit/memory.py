@@ -310,10 +310,12 @@ _STAGES = {
 
 
 def _logit_buffers(ledger: Ledger) -> list[dict[str, Any]]:
-    """Every logit-sized tensor of the step, in order, and whether it is alive when logits take most."""
+    """Every logit-sized tensor of the first micro-batch, in order, and whether it is alive when logits take most."""
+    forwards = [time for time, name in ledger.phases if name == "forward"]
+    end = forwards[1] if len(forwards) > 1 else len(ledger.events)
     live, most, at_peak = Counter[int](), 0, frozenset[int]()
     order: dict[int, None] = {}
-    for index, change in ledger.events:
+    for index, change in ledger.events[:end]:
         if ledger.blocks[index].category != "logits":
             continue
         order[index] = None

@@ -119,14 +119,19 @@ class StepRecords(list[StepRecord]):
         if not self:
             return "StepRecords: no steps"
         first, last = self[0], self[-1]
+        few = min(5, len(self))
+        start, end = (sum(r.metrics["reward"] for r in part) / few for part in (self[:few], self[-few:]))
         return (
-            f"StepRecords: {len(self)} steps, reward {first.metrics['reward']:.3f} -> {last.metrics['reward']:.3f} "
-            f"({last.output_dtype} outputs)"
+            f"StepRecords: steps {first.step} to {last.step}, mean reward {start:.3f} in the first {few}, {end:.3f} in the "
+            f"last {few}"
         )
 
     def _repr_html_(self) -> str:
         columns = ["step", "output_dtype", "reward", "loss", "grad_norm", "token_mult_prob_error", "seconds"]
-        return self.to_frame()[columns].to_html(index=False, float_format="{:.4g}".format, border=0) if self else ""
+        if not self:
+            return repr(self)
+        table = self.to_frame()[columns].to_html(index=False, float_format="{:.4g}".format, border=0, max_rows=8)
+        return f"<div><b>{html.escape(repr(self).removeprefix('StepRecords: '))}</b>{table}</div>"
 
 
 @dataclass(repr=False)

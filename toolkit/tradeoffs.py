@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from toolkit.session import Session
 
 
+#: A saving below this part of the peak is called little.
+_WORTH_IT = 0.05
+
+
 @dataclass(repr=False)
 class TradeoffReport(Report):
     """Peak memory under each output dtype, and the divergence of each from the first.
@@ -101,7 +105,7 @@ def verdict(memory: dict[str, MemoryReport], divergence: dict[str, DivergenceRep
         mean, most = metrics["mean_abs_nats"], metrics["max_abs_nats"]
         sentences.append(
             f"{dtype} outputs {_saves(change, memory[reference].peak_bytes)} and move the logprobs by {mean:.1e} nats on "
-            f"average ({most:.1e} at most): {_judge(change, metrics)}"
+            f"average ({most:.1e} at most): {_judge(change / memory[reference].peak_bytes, metrics)}"
         )
     return " ".join(sentences)
 
@@ -113,7 +117,7 @@ def _saves(change: int, reference: int) -> str:
     return f"{word} the peak by {format_bytes(abs(change))} ({abs(change) / reference:.1%})"
 
 
-def _judge(change: int, metrics: dict[str, float]) -> str:
+def _judge(change: float, metrics: dict[str, float]) -> str:
     over = [
         f"{name} {metrics[name]:.4g} > {limit}"
         for name, limit in THRESHOLDS.items()
@@ -122,6 +126,8 @@ def _judge(change: int, metrics: dict[str, float]) -> str:
     if over:
         return f"don't switch before finding the cause, {', '.join(over)}."
     within = f"within the field's bounds (token_mult_prob_error {metrics['token_mult_prob_error']:.4f} of at most 1.05)"
-    if change < 0:
+    if change <= -_WORTH_IT:
         return f"{within}, so you may switch."
+    if change < 0:
+        return f"{within}, so you may switch, but little is gained at this size."
     return f"{within}, but nothing is gained: keep the reference."

@@ -1,0 +1,109 @@
+"""The private parts of torch and AutoModel that fsdp.py and ledger.py use. When one changes, it is here that it shows."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
+from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+import toolkit as tk
+from toolkit import fsdp
+from toolkit.policy import Policy
+
+
+def test_the_names_fsdp_py_reads_exist() -> None:
+    for owner, names in {
+        FSDPState: ("_cast_output_dtype", "_pre_backward"),
+        FSDPParamGroup: ("unshard", "wait_for_unshard", "post_backward"),
+        FSDPModule: ("_get_fsdp_state", "reset_iter_state", "set_reshard_after_forward", "reshard"),
+    }.items():
+        for name in names:
+            assert callable(getattr(owner, name)), f"{owner.__name__}.{name}"
+    assert {"sharded_param", "_unsharded_param", "unsharded_accumulated_grad"} <= set(FSDPParam.__annotations__)
+    fields = set(MixedPrecisionPolicy.__dataclass_fields__)
+    assert fields == {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+    accepted = inspect.signature(ModelParallelizer._apply).parameters
+    assert {"model", "device_mesh", "mp_policy", "offload_policy", "sequence_parallel", "activation_checkpointing"} <= set(
+        accepted
+    )
+    assert list(inspect.signature(synchronize_tp_replica_gradients).parameters)[:2] == ["model_parts", "device_mesh"]
+
+
+def test_the_states_attributes_mean_what_we_take_them_for(one_rank: tk.Session) -> None:
+    def look(policy: Policy) -> dict[str, Any]:
+        state = fsdp._state(fsdp.unit_modules(policy.model)["model.layers.0"])
+        group = state._fsdp_param_groups[0]
+        return {
+            "policy": state._mp_policy,
+            "same": group.mp_policy is state._mp_policy,
+            "mesh_info": hasattr(group, "post_forward_mesh_info"),
+            "auto": state._auto_reshard_after_forward,
+            "root": fsdp._state(fsdp.unit_modules(policy.model)[fsdp.ROOT])._is_root,
+            "params": len(group.fsdp_params),
+        }
+
+    one_rank.logprobs([[1, 2, 3]])
+    (seen,) = one_rank.run(look)
+    assert isinstance(seen["policy"], MixedPrecisionPolicy)
+    assert seen["same"]
+    assert seen["mesh_info"]
+    assert isinstance(seen["auto"], bool)
+    assert seen["root"] is True
+    assert seen["params"] == 11
+
+
+def test_automodel_still_skips_fsdp2_on_one_rank() -> None:
+    """Why fsdp.shard calls `_apply` itself. If this fails, AutoModel applies it now and the detour may go."""
+    from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.engines import KernelRanks
+    from toolkit.spec import PolicySpec
+
+    KernelRanks().connect("cpu")
+    model = AutoModelForCausalLM.from_pretrained(tk.tiny_policy())
+    setup = fsdp.build_setup(PolicySpec(model=tk.tiny_policy(), output_dtype="bfloat16"), 1)
+    assert not isinstance(parallelize_model(model, setup.mesh_context), FSDPModule)
+
+
+def test_storages_keep_their_python_object_until_they_are_freed() -> None:
+    """The ledger learns of a free through a weak reference to it."""
+    import weakref
+
+    tensor = torch.ones(4)
+    freed: list[int] = []
+    reference = weakref.ref(tensor.untyped_storage(), lambda _: freed.append(1))
+    view = tensor[1:]
+    del tensor
+    assert not freed
+    assert reference() is not None
+    del view
+    assert freed == [1]
+
+
+def test_queries_and_keys_norms_need_the_call_that_automodel_leaves_to_the_training_loop() -> None:
+    """Without synchronize_gradients their gradients under tensor parallelism are silently wrong, by 0.3 and more."""
+    from .test_policy import loss_and_gradients
+
+    with tk.launch(model=tk.tiny_policy(), precision="float32") as session:
+        exact = session.run(loss_and_gradients)[0][1]
+
+    def without(policy: Policy) -> dict[str, torch.Tensor]:
+        synchronize = fsdp.synchronize_gradients
+        fsdp.synchronize_gradients = lambda model, mesh: None
+        try:
+            return loss_and_gradients(policy)[1]
+        finally:
+            fsdp.synchronize_gradients = synchronize
+
+    with tk.launch(model=tk.tiny_policy(), precision="float32", ranks=2, tensor_parallel_size=2) as session:
+        found = session.run(without)[0]
+    name = "model.layers.0.self_attn.q_norm.weight"
+    assert float((found[name] - exact[name]).norm() / exact[name].norm()) > 0.1
