@@ -28,7 +28,7 @@ SMALL = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_new_to
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[Session]:
-    """The tiny policy at the defaults, in this process. Tests that train or switch put nothing back: don't rely on weights."""
+    """The tiny policy at the defaults, in this process. Tests train it, so don't rely on its weights."""
     with tk.launch(model=tk.tiny_policy(), **SMALL) as session:
         yield session
 

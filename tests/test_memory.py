@@ -161,9 +161,8 @@ HIDDEN = 4 * 33 * 128  # elements of one [B, T, H] tensor
 def test_which_float32_boundary_tensors_are_retained_depends_on_the_order_of_checkpointing(
     checkpointing: Any, retained_float32: int
 ) -> None:
-    """The pull request's open question: with float32 outputs, one hidden tensor in all is kept for backward (the last, by the
-    final norm), or one per layer and the embedding where checkpointing is outside the FSDP units; with bfloat16, none is
-    kept on account of the output dtype."""
+    """The pull request's open question. With float32 outputs one hidden tensor in all is kept for backward (the last, by the
+    final norm), or one per layer and the embedding where checkpointing is outside the FSDP units."""
     with tk.launch(model=tk.tiny_policy(), activation_checkpointing=checkpointing) as session:
         wide = session.memory(output_dtype="float32", num_sequences=4, sequence_length=33)
         narrow = session.memory(output_dtype="bfloat16", num_sequences=4, sequence_length=33)

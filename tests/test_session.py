@@ -158,9 +158,9 @@ def test_rollouts_and_evaluation(one_rank: tk.Session, two_ranks: tk.Session) ->
     assert record.num_problems == 5
     assert record.accuracy in [k / 5 for k in range(6)]
     assert "held-out" in repr(record)
-    with tk.launch(model=tk.tiny_policy(), task=[("1+1=", "2")], num_prompts_per_step=1) as session:
-        with pytest.raises(SpecError, match="holds no problems out"):
-            session.evaluate()
+    one = tk.launch(model=tk.tiny_policy(), task=[("1+1=", "2")], num_prompts_per_step=1)
+    with one, pytest.raises(SpecError, match="holds no problems out"):
+        one.evaluate()
 
 
 # ---- widgets

@@ -25,7 +25,7 @@ def trajectory(**fields: Any) -> tuple[list[dict[str, float]], list[torch.Tensor
     """Metrics of three steps in float32 compute, and the weights after them."""
 
     def weights(policy: Policy) -> list[torch.Tensor]:
-        return [p.full_tensor().cpu() for p in policy.model.parameters()]
+        return [p.detach().full_tensor().cpu() for p in policy.model.parameters()]
 
     with tk.launch(model=tk.tiny_policy(), precision="float32", **{**FIELDS, **fields}) as session:
         records = [session.grpo_step() for _ in range(3)]

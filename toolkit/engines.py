@@ -18,13 +18,14 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from toolkit.progress import Bars
-from toolkit.ranks import Message, Ranks, connect, count_interrupts, emitting_to, execute, set_stop
+from toolkit.ranks import Message, Ranks, count_interrupts, emitting_to, execute, set_stop
 
 # Imported once in the fork server, so that ranks start in a tenth of a second. Nothing here may touch CUDA.
 _PRELOAD = ["toolkit.imports", "toolkit.worker", "toolkit.memory", "toolkit.divergence"]
@@ -215,3 +216,30 @@ def _rank_main(rank: int, messages: Connection, control: Connection, env: dict[s
 
     while True:  # one persistent thread for all user code: OpenMP's settings and CUDA's context are per thread
         execute(messages.recv_bytes(), emit)
+
+
+def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> None:
+    """Join the ranks' process group: gloo for CPU tensors, NCCL beside it for CUDA ones. Runs on each rank.
+
+    Args:
+        rendezvous: a file all ranks see (no port to guess or guard), or None for a single rank.
+
+    Raises:
+        RuntimeError: this process already belongs to a group of several processes.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, HashStore, Store
+
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise RuntimeError(
+                f"this process already belongs to a process group of {dist.get_world_size()} (torchrun?); start the "
+                "notebook kernel outside it."
+            )
+        return
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    store: Store = FileStore(rendezvous, world_size) if rendezvous else HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(hours=12))

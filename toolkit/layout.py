@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,24 @@ def check_temperature_order(spec: PolicySpec, temperature: float) -> None:
             f"temperature_order='before_upcast' changes nothing at temperature={temperature}: dividing by a power of two is "
             "exact in any floating dtype. Set another temperature, e.g. 0.7, or leave the order at 'after_upcast'."
         )
+
+
+def check_token_ids(token_ids: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+    """Token ids as plain lists, each long enough to have a logprob and inside the vocabulary.
+
+    Raises:
+        SpecError: naming the sequence and what is wrong with it.
+    """
+    rows = [[int(token) for token in row] for row in token_ids]
+    if not rows:
+        raise SpecError("token_ids is empty; give at least one sequence of two or more token ids.")
+    for index, row in enumerate(rows):
+        if len(row) < 2:
+            raise SpecError(f"token_ids[{index}] has {len(row)} token(s); the first has no logprob, so give two or more.")
+        wrong = [token for token in row if not 0 <= token < vocab_size]
+        if wrong:
+            raise SpecError(f"token_ids[{index}] has id {wrong[0]}, outside the vocabulary [0, {vocab_size}).")
+    return rows
 
 
 def _common_divisors(sizes: Mapping[str, int]) -> str:

@@ -25,7 +25,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import FunctionType, TracebackType
 from typing import Any
 
@@ -105,33 +104,6 @@ def execute(blob: bytes, emit: Callable[[Message], None]) -> None:
 
 def _skip(tb: TracebackType | None) -> TracebackType | None:
     return tb.tb_next if tb is not None and tb.tb_next is not None else tb
-
-
-def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> None:
-    """Join the ranks' process group: gloo for CPU tensors, NCCL beside it for CUDA ones. Runs on each rank.
-
-    Args:
-        rendezvous: a file all ranks see (no port to guess or guard), or None for a single rank.
-
-    Raises:
-        RuntimeError: this process already belongs to a group of several processes.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, HashStore, Store
-
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    if dist.is_initialized():
-        if dist.get_world_size() != world_size:
-            raise RuntimeError(
-                f"this process already belongs to a process group of {dist.get_world_size()} (torchrun?); start the "
-                "notebook kernel outside it."
-            )
-        return
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    store: Store = FileStore(rendezvous, world_size) if rendezvous else HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(hours=12))
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:

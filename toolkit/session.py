@@ -17,6 +17,7 @@ from toolkit.layout import (
     check_batch,
     check_output_dtype,
     check_temperature_order,
+    check_token_ids,
 )
 from toolkit.progress import Bars
 from toolkit.ranks import Ranks, count_interrupts
@@ -201,7 +202,7 @@ class Session:
         """
         import numpy as np
 
-        rows = self._token_rows(token_ids)
+        rows = check_token_ids(token_ids, self._facts.vocab_size)
         copies = self.spec.tensor_parallel_size
         padded = rows + rows[:1] * (-len(rows) % (self.num_ranks // copies))
         per_rank = self.run(self._worker.logprobs, padded, temperature)
@@ -258,7 +259,7 @@ class Session:
         """
         from toolkit.divergence import compare
 
-        rows = None if token_ids is None else self._token_rows(token_ids)
+        rows = None if token_ids is None else check_token_ids(token_ids, self._facts.vocab_size)
         task, step = self.task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
         settings = {"problems": problems, "token_ids": rows, "reward": task.reward, "step": step}
@@ -304,22 +305,6 @@ class Session:
         from toolkit.prompts import draw_problems
 
         return draw_problems(task, count, self.spec.seed, step)
-
-    def _token_rows(self, token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        rows = [[int(token) for token in row] for row in token_ids]
-        if not rows:
-            raise SpecError("token_ids is empty; give at least one sequence of two or more token ids.")
-        for index, row in enumerate(rows):
-            if len(row) < 2:
-                raise SpecError(
-                    f"token_ids[{index}] has {len(row)} token(s); the first has no logprob, so give two or more."
-                )
-            wrong = [token for token in row if not 0 <= token < self._facts.vocab_size]
-            if wrong:
-                raise SpecError(
-                    f"token_ids[{index}] has id {wrong[0]}, outside the vocabulary [0, {self._facts.vocab_size})."
-                )
-        return rows
 
     def on_change(self, listener: Callable[[PolicySpec], None]) -> None:
         """Call `listener(spec)` after every live change."""
