@@ -126,7 +126,9 @@ def test_with_the_final_norm_in_a_unit_of_its_own_it_is_exactly_zero_and_says_wh
             assert session.divergence("float32", "bfloat16", **common).metrics["mean_abs_nats"] > 1e-4, common
         assert session.divergence("float32", "float16").metrics["mean_abs_nats"] > 1e-4
         half = {"temperature": 0.5, "temperature_order": "before_upcast"}
-        assert session.divergence("float32", "bfloat16", **half).metrics["mean_abs_nats"] == 0.0  # a power of two is exact
+        at_half = session.divergence("float32", "bfloat16", **half)
+        assert at_half.metrics["mean_abs_nats"] == 0.0
+        assert "dividing by 0.5, a power of two, is exact" in at_half.cause
 
 
 def test_the_same_setting_twice_is_zero_and_says_so(one_rank: tk.Session) -> None:
@@ -183,7 +185,8 @@ BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     ("float32", "float8", {}, "output_dtype='float8'"),
     ("float32", {"precision": "float32"}, {}, "'precision' is built into a session"),
     ("float32", {"dtype": "float32"}, {}, "'dtype' is no setting"),
-    ("float32", "bfloat16", {"temperature": 0.0}, "temperature"),
+    ("float32", "bfloat16", {"temperature": 0.0}, "1/T is infinite"),
+    ("float32", {"temperature": "warm"}, {}, "temperature='warm'"),
     ("float32", {"cast_forward_inputs": False, "autocast": False}, {}, "no matmul accepts"),
     ("float32", "bfloat16", {"token_ids": []}, "token_ids is empty"),
     ("float32", "bfloat16", {"token_ids": [[1, 2], [3]]}, r"token_ids\[1\] has 1 token"),

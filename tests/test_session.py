@@ -42,6 +42,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "cuda", "ranks": 64}, SpecError, "ranks=64 needs 64 GPUs"),
     ({"num_generations": 4}, SpecError, "Did you mean 'num_generations_per_prompt'"),
     ({"temperature_order": "before_upcast"}, SpecError, "changes nothing at temperature=1.0"),
+    ({"task": "algebra"}, SpecError, "task='algebra' is not known"),
+    ({"ranks": 2, "task": []}, SpecError, "has no problems"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -181,6 +182,15 @@ def test_rewards_of_ones_own_and_what_happens_when_they_fail(two_ranks: tk.Sessi
     finally:
         two_ranks.config = before
     assert not calls
+
+
+def test_an_iterator_is_a_task_for_more_than_one_step() -> None:
+    pairs = ((f"{a}+1=", str(a + 1)) for a in range(20))
+    with tk.launch(model=tk.tiny_policy(), **{**FIELDS, "task": pairs}) as session:
+        session.grpo_step(2)
+        session.config = dataclasses.replace(session.config, learning_rate=1e-5)
+        assert session.grpo_step().metrics["lr"] == 1e-5
+        assert len(session.task.problems) == 20
 
 
 def test_records_show_themselves(one_rank: tk.Session) -> None:

@@ -16,7 +16,7 @@ import torch
 from toolkit import fsdp
 from toolkit.errors import SpecError
 from toolkit.policy import LIVE_FIELDS, Policy
-from toolkit.spec import dtype_name
+from toolkit.spec import GRPOConfig, dtype_name
 from toolkit.step import TrainingBatch, forward_logprobs
 
 
@@ -53,7 +53,7 @@ def resolve_settings(
     for given in (a, b):
         fields: dict[str, Any] = {"output_dtype": given} if not isinstance(given, Mapping) else dict(given)
         fields = {**common, **fields}
-        side_temperature = float(fields.pop("temperature", temperature))
+        side_temperature = GRPOConfig(temperature=fields.pop("temperature", temperature)).temperature  # checked there
         for name in fields:
             if name in LIVE_FIELDS:
                 continue
@@ -102,17 +102,32 @@ def by_unit(
 def explain(
     policy: Policy, a: Setting, b: Setting, metrics: dict[str, float], units: dict[str, float], gradient: str
 ) -> str:
+    """Say in words why the divergence is what it is.
+
+    Args:
+        metrics: of the report; zero or not is read from `mean_abs_nats`.
+        units: from `by_unit`.
+        gradient: what the compared gradients are of.
+    """
     differing = {k for k in a.live if a.live[k] != b.live[k]}
     if a.temperature != b.temperature:
         differing.add("temperature")
     if metrics["mean_abs_nats"] == 0.0:
-        return _why_zero(policy, a, b, differing, metrics)
-    if differing == {"output_dtype"} and units:
-        return _why_output_dtype(policy, a, b, units)
-    return f"What differs: {', '.join(sorted(differing))}. (Gradients compared are those of the {gradient}.)"
+        cause = _why_zero(policy, a, differing, metrics)
+    elif differing == {"output_dtype"} and units:
+        cause = _why_output_dtype(policy, a, b, units)
+    else:
+        cause = f"What differs: {', '.join(sorted(differing))}. (Gradients compared are those of the {gradient}.)"
+    if differing == {"output_dtype"} and a.live["temperature_order"] == "before_upcast" and _is_power_of_two(a.temperature):
+        cause += f" (The order of the temperature plays no part: dividing by {a.temperature}, a power of two, is exact.)"
+    return cause
 
 
-def _why_zero(policy: Policy, a: Setting, b: Setting, differing: set[str], metrics: dict[str, float]) -> str:
+def _is_power_of_two(value: float) -> bool:
+    return math.frexp(value)[0] == 0.5
+
+
+def _why_zero(policy: Policy, a: Setting, differing: set[str], metrics: dict[str, float]) -> str:
     if not differing:
         return "Zero because both sides are the same setting, and a forward repeats bit for bit."
     spec = policy.spec
@@ -124,10 +139,8 @@ def _why_zero(policy: Policy, a: Setting, b: Setting, differing: set[str], metri
                 f"only carries {spec.precision} numbers from one unit to the next"
             )
         reasons.append("the logits come from a matmul in that dtype and are upcast before the softmax either way")
-        if math.frexp(a.temperature)[0] != 0.5 and a.live["temperature_order"] == "after_upcast":
+        if not _is_power_of_two(a.temperature):
             reasons.append(f"the temperature {a.temperature} divides after the upcast")
-        elif a.temperature == 1.0:
-            reasons.append("the temperature is 1")
     elif differing <= {"logprob_mode", "logprob_chunk_size"}:
         reasons.append("the chunked logprobs compute the same float32 sums, only fewer rows at a time")
     elif differing == {"temperature_order"}:
@@ -146,7 +159,9 @@ def _why_output_dtype(policy: Policy, a: Setting, b: Setting, units: dict[str, f
     worst = max(units, key=lambda name: units[name])
     total = sum(units.values())
     dtypes = {a.live["output_dtype"], b.live["output_dtype"]}
-    divides_early = a.live["temperature_order"] == "before_upcast" and math.frexp(a.temperature)[0] != 0.5
+    divides_early = a.live["temperature_order"] == "before_upcast" and not _is_power_of_two(a.temperature)
+    if not total:
+        return "Cause: no unit's output dtype makes it alone; it takes two of them together."
     if worst == fsdp.ROOT and divides_early:
         what = (
             f"the root unit's logits are divided by the temperature {a.temperature} in the output dtype, before the upcast; "

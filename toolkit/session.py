@@ -60,7 +60,11 @@ class Session:
                     bars.update("importing transformers and AutoModel", 0, 1, at_once=True)
                 from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
             self._worker = worker
-            self._ranks.connect(device)
+            self._task = worker.resolve_task(config.task)
+            with Bars() as bars:
+                if ranks > 1:
+                    bars.update(f"starting {ranks} ranks", 0, 1, at_once=True)
+                self._ranks.connect(device)
             self._ranks.call(worker.start, self._key, spec, device)
         except BaseException:
             self._ranks.close()
@@ -97,6 +101,8 @@ class Session:
     @config.setter
     def config(self, value: GRPOConfig) -> None:
         self._check_config(value, self.num_ranks)
+        if value.task is not self._config.task:  # resolved once only: it may be an iterator
+            self._task = self._worker.resolve_task(value.task)
         self._config = value
 
     def _check_config(self, config: GRPOConfig, ranks: int) -> None:
@@ -106,9 +112,7 @@ class Session:
     @property
     def task(self) -> Task:
         """The task of the config."""
-        from toolkit.prompts import resolve_task
-
-        return resolve_task(self._config.task)
+        return self._task
 
     @property
     def history(self) -> pd.DataFrame:

@@ -11,6 +11,7 @@ import torch
 from toolkit import fsdp
 from toolkit.policy import Policy, build, switch
 from toolkit.prompts import Reward, make_batch
+from toolkit.prompts import resolve_task as resolve_task
 from toolkit.spec import GRPOConfig, PolicySpec
 from toolkit.step import grade_together, sample_step, score
 
