@@ -41,7 +41,10 @@ def readme_command(heading: str) -> str:
 
 
 def test_each_readme_block_is_the_one_command() -> None:
-    assert readme_command("Quick start") == "pip install -e . && jupyter lab --notebook-dir=. notebooks/precision_tradeoffs.ipynb"
+    assert (
+        readme_command("Quick start")
+        == "pip install -e . && jupyter lab --notebook-dir=. notebooks/precision_tradeoffs.ipynb"
+    )
     assert readme_command("Tests") == "pip install -e '.[test]' && pytest"
 
 

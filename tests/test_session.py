@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import multiprocessing
 import shutil
-import subprocess
 import threading
 import weakref
 from pathlib import Path
@@ -23,11 +23,8 @@ from .test_ranks import gone
 
 
 def children() -> set[int]:
-    """Rank processes of this process's fork server."""
-    out = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in out.splitlines()[1:]]
-    forked = {pid: parent for pid, parent, args in rows if "multiprocessing.forkserver" in args}
-    return {int(pid) for pid, parent in forked.items() if parent in forked}  # the server itself has another parent
+    """Rank processes this process has started that are still there."""
+    return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
