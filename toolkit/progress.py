@@ -20,6 +20,8 @@ class Bars:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for bar in self._bars.values():
+            if error is None:
+                bar.update(bar.total - bar.n)  # tqdm leaves an unfinished bar on the page, as if something had failed
             bar.close()
         self._bars.clear()
 
