@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,52 @@ def test_with_the_final_norm_in_a_unit_of_its_own_it_is_exactly_zero_and_says_wh
         assert "dividing by 0.5, a power of two, is exact" in at_half.cause
 
 
+def test_a_zero_that_is_a_coincidence_says_so(tied_model: Path, tmp_path: Path) -> None:
+    """Norm weights of exactly 1 hide the final norm's rounding; that is no guarantee, and not called one."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tk.tiny_policy()).save_pretrained(tmp_path)
+
+    def scale_final_norm(policy: Policy) -> None:
+        with torch.no_grad():
+            policy.model.model.norm.weight.mul_(1.1)
+
+    with tk.launch(model=tmp_path) as session:
+        report = session.divergence(token_ids=ROWS)
+        assert report.metrics["mean_abs_nats"] == 0.0
+        assert report.cause.startswith("Zero on these tokens, but not by construction: the root unit owns model.norm.weight")
+        session.run(scale_final_norm)
+        report = session.divergence(token_ids=ROWS)
+        assert report.metrics["mean_abs_nats"] > 0.0
+        assert "the final norm belongs to the root unit" in report.cause
+
+
+def overflow(policy: Policy) -> None:
+    with torch.no_grad():
+        policy.model.model.layers[3].mlp.down_proj.weight.mul_(3e5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_leaves_float16s_range_is_an_error_that_names_the_unit_and_the_rest_is_kept(ranks: int) -> None:
+    fields = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 3}
+    with tk.launch(model=tk.tiny_policy(), ranks=ranks, **fields) as session:
+        session.run(overflow)
+        with pytest.raises(FloatingPointError, match="output_dtype='float16', first in FSDP unit model.layers.3"):
+            session.divergence("float32", "float16")
+        report = session.tradeoffs()
+        assert list(report.memory) == ["float32", "bfloat16"]
+        assert list(report.failures) == ["float16"]
+        assert "float16 outputs cannot be used: " in report.verdict
+        assert session.output_dtype == "float32"
+        session.grpo_step()
+
+
 def test_the_same_setting_twice_is_zero_and_says_so(one_rank: tk.Session) -> None:
     report = one_rank.divergence("bfloat16", "bf16")
     assert report.metrics["fraction_bit_identical"] == 1.0
@@ -188,6 +235,8 @@ BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     ("float32", "bfloat16", {"temperature": 0.0}, "1/T is infinite"),
     ("float32", {"temperature": "warm"}, {}, "temperature='warm'"),
     ("float32", {"cast_forward_inputs": False, "autocast": False}, {}, "no matmul accepts"),
+    ("float32", "bfloat16", {"output_dtype": "float16"}, "'output_dtype' is given for both sides and for one"),
+    ({"temperature": 0.5}, {"temperature": 0.7}, {"temperature": 0.6}, "'temperature' is given for both"),
     ("float32", "bfloat16", {"token_ids": []}, "token_ids is empty"),
     ("float32", "bfloat16", {"token_ids": [[1, 2], [3]]}, r"token_ids\[1\] has 1 token"),
     ("float32", "bfloat16", {"token_ids": [[1, 96]]}, r"has id 96, outside the vocabulary \[0, 96\)"),

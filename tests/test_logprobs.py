@@ -147,9 +147,26 @@ BAD = [
     (torch.zeros(2, 3), torch.tensor([0]), 1.0, "differ in their leading shape"),
     (torch.zeros(2, 3), torch.tensor([0.0, 1.0]), 1.0, "must be int64"),
     (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 1]), 1.0, "must be floating point"),
-    (torch.zeros(2, 3), torch.tensor([0, 1]), 0.0, "above 0"),
-    (torch.zeros(2, 3), torch.tensor([0, 1]), math.inf, "above 0"),
+    (torch.zeros(2, 3), torch.tensor([0, 1]), 0.0, "1/T is infinite"),
+    (torch.zeros(2, 3), torch.tensor([0, 1]), math.inf, "finite number of at least 0.001"),
+    (torch.zeros(2, 3), torch.tensor([0, 1]), 1e-300, "finite number of at least 0.001"),
+    (torch.tensor(0.0), torch.tensor(0), 1.0, "no dimension"),
+    ([[0.0, 1.0]], torch.tensor([0]), 1.0, "logits is a list; it must be a torch tensor"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"chunk_rows": -1}, "chunk_rows=-1 must be a whole number"),
+        ({"chunk_rows": 0}, "chunk_rows=0"),
+        ({"chunk_rows": 1.5}, "chunk_rows=1.5"),
+        ({"temperature_order": "x"}, "temperature_order='x'"),
+    ],
+)
+def test_bad_options_are_named(options: dict, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        token_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]), **options)
 
 
 @pytest.mark.parametrize(("logits", "targets", "temperature", "reason"), BAD)

@@ -86,6 +86,9 @@ BAD = [
     ("divergence", "float32 bfloat16 -t warm", "'warm' is not a number"),
     ("divergence", "float32 bfloat16 --temperature-order early", "temperature_order='early'"),
     ("memory", "-s nobody", "'nobody' is no session"),
+    ("grpo", "1 -o session", "holds a live session"),
+    ("grpo", "1 -o 3x", "no name a variable can have"),
+    ("grpo", "1 -o class", "no name a variable can have"),
 ]
 
 

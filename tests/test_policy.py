@@ -193,9 +193,11 @@ def test_the_nan_that_the_eager_check_prevents_is_real() -> None:
     def forced(policy: Policy) -> bool:
         policy.model.set_attn_implementation("eager")
         try:
-            logprobs_BT = score(policy, make_batch(*BATCH, pad_id=0), 1.0)
+            with torch.no_grad():
+                logprobs_BT = forward_logprobs(policy, make_batch(*BATCH, pad_id=0), 1.0)
         finally:
             policy.model.set_attn_implementation("sdpa")
+            fsdp.reshard(policy.model)
         return bool(logprobs_BT.isnan().any())
 
     with tk.launch(model=tk.tiny_policy()) as session:
@@ -208,7 +210,7 @@ def test_inspection_catches_a_unit_that_differs(one_rank: tk.Session) -> None:
     def tamper(policy: Policy) -> None:
         spec = policy.spec
         unit = fsdp.unit_modules(policy.model)["model.layers.2"]
-        fsdp._set_policy(unit, dataclasses.replace(fsdp._state(unit)._mp_policy, output_dtype=torch.float16))
+        fsdp._set_policy(unit, dataclasses.replace(fsdp.state_of(unit)._mp_policy, output_dtype=torch.float16))
         try:
             fsdp.check_units(policy.model, spec)
         finally:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,22 +30,31 @@ def test_the_arithmetic_split_covers_all_sums_once_and_hides_no_digit_pair() -> 
 
 def test_a_step_draws_the_same_problems_whoever_asks_and_others_next_time() -> None:
     task = arithmetic()
+    task = task.problems
     assert draw_problems(task, 8, seed=0, step=3) == draw_problems(task, 8, seed=0, step=3)
     assert draw_problems(task, 8, seed=0, step=3) != draw_problems(task, 8, seed=0, step=4)
     assert draw_problems(task, 8, seed=0, step=3) != draw_problems(task, 8, seed=1, step=3)
     assert len(set(draw_problems(task, 8, seed=0, step=0))) == 8
-    few = Task("few", [("1+1=", "2"), ("1+2=", "3")])
+    few = [("1+1=", "2"), ("1+2=", "3")]
     assert len(draw_problems(few, 5, seed=0, step=0)) == 5
 
 
 BAD_TASKS = [
     ("algebra", "task='algebra' is not known"),
     ([], "has no problems"),
-    ([("1+1=", "2"), "3+3="], r"item 1 is '3\+3='"),
-    ([("1+1=", 2)], "item 0"),
+    ([("1+1=", "2"), "3+3="], r"problems\[1\] is '3\+3='"),
+    ([("1+1=", 2)], r"problems\[0\] is"),
     ([("", "2")], "empty prompt"),
     (7, "must be 'arithmetic'"),
+    (pd.DataFrame({"prompt": ["1+1="], "answer": ["2"]}), r"problems\[0\] is 'prompt'"),
 ]
+
+
+def test_a_task_checks_itself() -> None:
+    assert Task("t", (("a", "b") for _ in range(2))).problems == [("a", "b")] * 2
+    for bad in ({"problems": None}, {"problems": [("a", "b")], "held_out": None}, {"problems": [("a", "b")], "reward": 3}):
+        with pytest.raises(SpecError, match=r"=(None|3) must be"):
+            Task("t", **bad)
 
 
 @pytest.mark.parametrize(("task", "reason"), BAD_TASKS)
@@ -78,16 +91,27 @@ def test_padding_keeps_every_token_its_position_and_its_role(lengths: list[tuple
 
 def test_prompts_go_through_a_chat_template_if_there_is_one() -> None:
     tokenizer = AutoTokenizer.from_pretrained(tk.tiny_policy())
-    plain = encode_prompts(tokenizer, ["1+2=", "34+5="])
+    plain = encode_prompts(tokenizer, ["1+2=", "34+5="], 96)
     assert [tokenizer.decode(ids) for ids in plain] == ["<bos>1+2=", "<bos>34+5="]
     tokenizer.chat_template = "{% for m in messages %}U:{{ m['content'] }}\nA:{% endfor %}"
-    assert tokenizer.decode(encode_prompts(tokenizer, ["1+2="])[0]).endswith("U:1+2=\nA:")
+    assert tokenizer.decode(encode_prompts(tokenizer, ["1+2="], 96)[0]).endswith("U:1+2=\nA:")
+
+
+def test_prompts_the_tokenizer_cannot_say_are_refused() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tk.tiny_policy())
+    with pytest.raises(SpecError, match="does not know all of the prompt 'x😀'.*<unk>"):
+        encode_prompts(tokenizer, ["1+2=", "x😀"], 96)
+    with pytest.raises(SpecError, match=r"gives id 47 .* vocabulary is \[0, 20\)"):
+        encode_prompts(tokenizer, ["ha"], 20)
 
 
 def test_rewards() -> None:
     assert [exact_match("12+7=", c, "19") for c in ("19", " 19\n", "190", "", "19.", "x")] == [1, 1, 0, 0, 0, 0]
     assert grade(lambda p, c, a: len(c), ["p"] * 2, ["ab", ""], ["a"] * 2) == [2.0, 0.0]
-    for bad in (float("nan"), float("inf"), None, "1"):
+    for good in (np.float32(0.5), np.float64(0.5), torch.tensor(0.5), Fraction(1, 2)):
+        assert grade(lambda p, c, a, good=good: good, ["p"], ["c"], ["a"]) == [0.5]
+    assert grade(lambda p, c, a: np.bool_(True), ["p"], ["c"], ["a"]) == [1.0]
+    for bad in (float("nan"), float("inf"), None, "1", 1e300, [1], torch.ones(2)):
         with pytest.raises(SpecError, match="the reward function returned .* for prompt 'p' and completion 'c'"):
             grade(lambda p, c, a, bad=bad: bad, ["p"], ["c"], ["a"])
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import toolkit as tk
 from toolkit.engines import KernelRanks, LocalRanks
-from toolkit.errors import RanksLost, SessionClosed
+from toolkit.errors import RanksLost, SessionClosed, SpecError
 from toolkit.ranks import report_progress, stop_requested
 
 
@@ -91,6 +91,28 @@ def test_an_error_arrives_as_it_was_raised_with_its_rank(gang: LocalRanks) -> No
     assert gang.call(dist.get_rank) == [0, 1]  # and the gang goes on
 
 
+def test_an_error_whose_init_takes_other_arguments_arrives_as_itself(gang: LocalRanks) -> None:
+    class TwoArguments(Exception):
+        def __init__(self, what: str, where: int) -> None:
+            super().__init__(f"{what} at {where}")
+            self.where = where
+
+    def fail() -> None:
+        raise TwoArguments("lost", 4)
+
+    with pytest.raises(Exception, match="lost at 4") as error:
+        gang.call(fail)
+    assert type(error.value).__name__ == "TwoArguments"
+    assert error.value.where == 4  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_sent_is_said_before_anything_is(gang: LocalRanks) -> None:
+    lock = threading.Lock()
+    with pytest.raises(SpecError, match="cannot be sent to the ranks.*must not hold the session"):
+        gang.call(lambda: lock)
+    assert gang.call(dist.get_rank) == [0, 1]
+
+
 def test_an_error_that_cannot_be_pickled_still_arrives_in_words(gang: LocalRanks) -> None:
     def fail() -> None:
         error = RuntimeError("held a lock")
@@ -129,6 +151,13 @@ def test_a_killed_rank_is_named_at_once_even_in_mid_collective(gang: LocalRanks)
         gang.call(die_in_a_collective)
     assert time.monotonic() - started < 2
     assert error.value.rank == 1
+    assert gone(gang.pids)
+
+
+def test_closing_from_another_thread_in_mid_call_says_closed(gang: LocalRanks) -> None:
+    threading.Timer(0.5, gang.close).start()
+    with pytest.raises(SessionClosed):
+        gang.call(time.sleep, 30)
     assert gone(gang.pids)
 
 
@@ -207,7 +236,7 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_listen() -> None:
     ranks = LocalRanks(2)
     interrupt_later(0.5)
     interrupt_later(1.0)
-    with pytest.raises(RanksLost, match="interrupted twice"):
+    with pytest.raises(RanksLost, match="Ctrl-C was pressed twice while rank 0, 1 was busy"):
         ranks.call(time.sleep, 60)
     assert gone(ranks.pids)
 
@@ -224,9 +253,14 @@ def test_ctrl_c_in_mid_step_leaves_the_next_step_as_undisturbed(ranks: int) -> N
         session.grpo_step()
         seconds = sum(session._records[0].seconds.values())
         for fraction in (0.1, 0.2, 0.4, 0.9):  # in sampling, scoring, training, and at the end: never half a step
-            interrupt_later(fraction * seconds * 0.6)
-            with pytest.raises(KeyboardInterrupt):
+            taken = len(session.history)
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                interrupt_later(0.05 + fraction * seconds * 0.6)
                 session.grpo_step(100)
+            assert (
+                str(stopped.value)
+                == f"stopped after {len(session.history) - taken} of 100 steps; they are in session.history"
+            )
         session.grpo_step(3)
         # A step that was done when Ctrl-C came is in the history, one that was not will be taken again.
         assert [record.metrics for record in session._records[:3]] == straight

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +87,18 @@ def one_rank_decode(ids: list[int]) -> list[str]:
     return [tokenizer.decode([i]) for i in ids if i != 2]
 
 
+def test_any_of_several_end_of_sequence_tokens_ends_a_completion(tmp_path: Path) -> None:
+    shutil.copytree(tk.tiny_policy(), tmp_path / "m")
+    generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
+    digits = list(range(4, 14))  # as chat models have <|im_end|> and <|endoftext|>: here every digit ends it too
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [2, *digits]}))
+    with tk.launch(model=tmp_path / "m") as session:
+        (rollouts,) = session.run(sampled)
+        assert rollouts.batch.token_mask_BT.sum(-1).eq(1).all()
+        assert rollouts.stopped_B.all()
+        assert set(rollouts.completions) == {""}
+
+
 def test_seeds_differ_and_repeat(one_rank: tk.Session) -> None:
     first, again, other = (all_completions(one_rank.run(sampled, seed=s)) for s in (1, 1, 2))
     assert first == again != other
@@ -118,7 +133,7 @@ def test_logits_out_of_range_are_a_clear_error_not_nan_rewards() -> None:
     for ranks in (1, 2):
         with tk.launch(model=tk.tiny_policy(), output_dtype="float16", ranks=ranks) as session:
             session.run(break_head)
-            with pytest.raises(FloatingPointError, match="output_dtype='float16'.*float16 ends at 65504"):
+            with pytest.raises(FloatingPointError, match="sampling met .* first in FSDP unit lm_head: .*ends at 65504"):
                 session.grpo_step()
             assert session.history.empty
             session.output_dtype = "bfloat16"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,7 +38,15 @@ def test_an_unknown_dtype_names_itself_the_field_and_the_choices(given: Any) -> 
     assert "float32, bfloat16, float16" in str(error.value)
 
 
+def test_numpys_numbers_are_numbers() -> None:
+    config = GRPOConfig(num_prompts_per_step=np.int64(4), temperature=np.float32(0.5))
+    assert (type(config.num_prompts_per_step), config.num_prompts_per_step) == (int, 4)
+    assert (type(config.temperature), config.temperature) == (float, 0.5)
+
+
 def test_a_near_miss_is_suggested() -> None:
+    with pytest.raises(SpecError, match="Did you mean 'bfloat16'"):
+        PolicySpec(model="m", output_dtype="BFloat16")
     with pytest.raises(SpecError, match="Did you mean 'bfloat16'"):
         PolicySpec(model="m", output_dtype="bflaot16")
     with pytest.raises(SpecError, match="Did you mean 'output_dtype'"):
@@ -65,7 +74,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel_size": 0}, "at least 1"),
     ({"tensor_parallel_size": True}, "whole number"),
     ({"seed": -1}, "at least 0"),
-    ({"autocast": "yes"}, "autocast='yes'"),
+    ({"autocast": "yes"}, "autocast='yes' must be True or False"),
+    ({"autocast": 0}, "autocast=0 must be True or False"),
+    ({"seed": 2**64}, "at most 4294967295"),
     ({"model": ""}, "must be a folder or a hub id"),
     ({"model": 3}, "must be a folder or a hub id"),
 ]
@@ -94,15 +105,19 @@ REFUSED_GRPO: list[tuple[dict[str, Any], str]] = [
     ({"num_generations_per_prompt": 1}, "advantage of a group of one is always 0"),
     ({"num_prompts_per_step": 0}, "at least 1"),
     ({"temperature": 0}, "1/T is infinite"),
-    ({"temperature": -1.0}, "above 0"),
-    ({"temperature": float("nan")}, "above 0"),
+    ({"temperature": -1.0}, "at least 0.001"),
+    ({"temperature": float("nan")}, "finite number"),
+    ({"temperature": 1e-40}, "at least 0.001"),
+    ({"temperature": "warm"}, "temperature='warm'"),
+    ({"learning_rate": float("inf")}, "finite number"),
+    ({"num_prompts_per_step": 2.0}, "whole number"),
     ({"top_p": 0.0}, "above 0"),
     ({"top_p": 1.5}, "at most 1"),
     ({"top_k": 0}, "at least 1"),
     ({"learning_rate": "fast"}, "learning_rate='fast'"),
     ({"ratio_clip_c": 0.5}, "above 1"),
     ({"max_grad_norm": 0}, "above 0"),
-    ({"normalize_rewards": 2}, "True, False"),
+    ({"normalize_rewards": 2}, "must be True or False"),
 ]
 
 
@@ -112,7 +127,9 @@ def test_grpo_settings_out_of_range_are_refused(fields: dict[str, Any], reason: 
         GRPOConfig(**fields)
 
 
-FACTS = ModelFacts("Qwen3ForCausalLM", vocab_size=96, num_layers=4, num_heads=4, num_key_value_heads=2, tied_head=False)
+FACTS = ModelFacts(
+    "Qwen3ForCausalLM", vocab_size=96, num_layers=4, num_heads=4, num_key_value_heads=2, tied_head=False, max_positions=256
+)
 
 
 def layout(spec: dict[str, Any], facts: ModelFacts = FACTS, ranks: int = 2, device: str = "cpu", num_gpus: int = 0) -> None:
@@ -128,6 +145,8 @@ def test_layouts_that_cannot_work_are_refused() -> None:
         layout({}, ranks=1, device="cuda", num_gpus=0)
     with pytest.raises(SpecError, match="ranks=3 is not divisible by tensor_parallel_size=2.*ranks=2 or ranks=4"):
         layout({"tensor_parallel_size": 2}, ranks=3)
+    with pytest.raises(SpecError, match="ranks=1 is not divisible by tensor_parallel_size=2.*Use ranks=2\\.$"):
+        layout({"tensor_parallel_size": 2}, ranks=1)
     with pytest.raises(SpecError, match="does not divide vocab_size=97"):
         layout({"tensor_parallel_size": 2}, odd)
     with pytest.raises(SpecError, match="does not divide num_key_value_heads=2.*1, 2 divide all"):

@@ -205,6 +205,10 @@ def test_records_show_themselves(one_rank: tk.Session) -> None:
     parsed = json.loads(record.to_json())
     assert parsed["type"] == "StepRecord"
     assert parsed["metrics"]["reward"] == record.metrics["reward"]
+    assert [r["step"] for r in json.loads(records.to_json())] == [r.step for r in records]
+    assert records.summary["steps"] == 2
+    assert records.headline in repr(records)
+    assert record != records[1]
     assert set(record.seconds) == {"sampling", "grading", "logprobs", "training"}
     assert list(one_rank.history["step"]) == list(range(1, len(one_rank.history) + 1))
 

@@ -38,14 +38,14 @@ def test_the_names_fsdp_py_reads_exist() -> None:
 
 def test_the_states_attributes_mean_what_we_take_them_for(one_rank: tk.Session) -> None:
     def look(policy: Policy) -> dict[str, Any]:
-        state = fsdp._state(fsdp.unit_modules(policy.model)["model.layers.0"])
+        state = fsdp.state_of(fsdp.unit_modules(policy.model)["model.layers.0"])
         group = state._fsdp_param_groups[0]
         return {
             "policy": state._mp_policy,
             "same": group.mp_policy is state._mp_policy,
             "mesh_info": hasattr(group, "post_forward_mesh_info"),
             "auto": state._auto_reshard_after_forward,
-            "root": fsdp._state(fsdp.unit_modules(policy.model)[fsdp.ROOT])._is_root,
+            "root": fsdp.state_of(fsdp.unit_modules(policy.model)[fsdp.ROOT])._is_root,
             "params": len(group.fsdp_params),
         }
 

@@ -50,6 +50,12 @@ def resolve_settings(
         SpecError: an unknown field, a field that needs another build, or a value that is refused.
     """
     sides = []
+    clash = [name for side in (a, b) for name in (side if isinstance(side, Mapping) else ["output_dtype"]) if name in common]
+    if clash:
+        raise SpecError(
+            f"{clash[0]!r} is given for both sides and for one of them; give it once. (A side is an output dtype, or a "
+            "mapping of settings.)"
+        )
     for given in (a, b):
         fields: dict[str, Any] = {"output_dtype": given} if not isinstance(given, Mapping) else dict(given)
         fields = {**common, **fields}
@@ -132,6 +138,13 @@ def _why_zero(policy: Policy, a: Setting, differing: set[str], metrics: dict[str
         return "Zero because both sides are the same setting, and a forward repeats bit for bit."
     spec = policy.spec
     reasons = []
+    seeing = fsdp.root_parameters(policy.model)
+    if differing == {"output_dtype"} and seeing:
+        return (
+            f"Zero on these tokens, but not by construction: the root unit owns {', '.join(seeing)} and casts no inputs in "
+            "between, so it does see the output dtype. Here that moves no logprob; norm weights of exactly 1, or a flat or "
+            "saturated distribution, hide it."
+        )
     if differing == {"output_dtype"}:
         if a.live["cast_forward_inputs"]:
             reasons.append(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from toolkit import fsdp
 from toolkit.cause import Setting, by_unit, explain, resolve_settings
 from toolkit.mismatch import mismatch_sums
-from toolkit.policy import Policy
+from toolkit.policy import Policy, check_finite
 from toolkit.prompts import Batch, Reward, make_batch
 from toolkit.records import Report
 from toolkit.spec import GRPOConfig
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class DivergenceReport(Report):
     """Per-token logprobs under two settings, the field's metrics of their distance, and the cause in words.
 
@@ -169,6 +169,7 @@ def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Se
         with torch.no_grad():
             logprobs_BT = forward_logprobs(policy, training.batch, side.temperature)
         fsdp.reshard(policy.model)
+        check_finite(policy, logprobs_BT, training.batch, "the divergence")
         advantages_B, of = training.advantages_B, "GRPO loss"
         any_signal = policy.sum_over_data(advantages_B.abs().sum().cpu().double().reshape(1))
         if not any_signal.item():  # all rewards equal (or given tokens): that gradient is zero whatever the dtype

@@ -42,8 +42,7 @@ class KernelRanks(Ranks):
     def call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """See `Ranks.call`; everything happens in this process, so nothing is pickled."""
         with self._lock:
-            if self.lost is not None:
-                raise self.lost
+            self.raise_if_lost()
             with Bars() as bars, count_interrupts(on_first=set_stop) as interrupts:
                 try:
                     with emitting_to(lambda message: bars.update(*message[1:])):
@@ -242,4 +241,4 @@ def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> 
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     store: Store = FileStore(rendezvous, world_size) if rendezvous else HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(hours=12))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=30))

@@ -20,6 +20,7 @@ from toolkit.records import format_bytes
 if TYPE_CHECKING:
     from toolkit.divergence import DivergenceReport
     from toolkit.memory import MemoryReport
+    from toolkit.records import EvaluationRecord
     from toolkit.tradeoffs import TradeoffReport
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -301,6 +302,15 @@ def steps_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(title_text="token_mult_<br>prob_error", row=2, col=1)
     figure.update_xaxes(title_text="step", row=2, col=1)
     figure.update_layout(height=460)
+    return figure
+
+
+def rewards_figure(record: EvaluationRecord) -> go.Figure:
+    """How many held-out problems got which reward."""
+    figure = _figure(record.headline[0].upper() + record.headline[1:])
+    figure.add_histogram(x=record.rewards, marker={"color": BLUE}, hovertemplate="reward %{x}: %{y} problems<extra></extra>")
+    figure.update_xaxes(title_text="reward")
+    figure.update_yaxes(title_text="problems")
     return figure
 
 

@@ -1,7 +1,7 @@
-"""FSDP2 as AutoModel applies it: apply, look into, switch, watch.
+"""FSDP2 as AutoModel applies it: apply, look into, switch, recover.
 
-The only file that touches private attributes of torch or nemo-automodel. Each use says why; tests/test_upstream.py
-fails loudly when one of them changes.
+This file and fsdp_watch.py are the only ones that touch private parts of torch or nemo-automodel. Each use says why;
+tests/test_upstream.py fails loudly when one of them changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
-# Private: the states and groups FSDP2 hangs on modules. There is no public way to change or watch a policy.
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+# Private: the state FSDP2 hangs on a module. There is no public way to read or change a policy.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
 from toolkit.spec import PolicySpec, torch_dtype
 
@@ -95,14 +95,15 @@ def unit_modules(model: nn.Module) -> dict[str, FSDPModule]:
     return {name or ROOT: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
-def _state(unit: FSDPModule) -> FSDPState:
+def state_of(unit: FSDPModule) -> FSDPState:
+    """FSDP2's own state of a unit."""
     return unit._get_fsdp_state()
 
 
 def _set_policy(unit: FSDPModule, policy: MixedPrecisionPolicy) -> None:
     # The state reads output_dtype and cast_forward_inputs at every forward, so a change acts from the next one. The
     # groups read param_dtype and reduce_dtype once, at the first forward.
-    state = _state(unit)
+    state = state_of(unit)
     state._mp_policy = policy
     for group in state._fsdp_param_groups:
         group.mp_policy = policy
@@ -141,7 +142,7 @@ def inspect_units(model: nn.Module) -> list[Unit]:
     """Read back what each FSDP unit is set to."""
     found = []
     for name, module in unit_modules(model).items():
-        state = _state(module)
+        state = state_of(module)
         policy = state._mp_policy
         params = [p for group in state._fsdp_param_groups for p in group.fsdp_params]
         masters = {str(p.sharded_param.dtype).removeprefix("torch.") for p in params}
@@ -188,16 +189,47 @@ def check_units(model: nn.Module, spec: PolicySpec) -> list[Unit]:
     return units
 
 
+def root_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that belong to the root unit and no other."""
+    inner = tuple(f"{name}." for name in unit_modules(model) if name != ROOT)
+    return [name for name, _ in model.named_parameters() if not name.startswith(inner)]
+
+
+def first_not_finite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
+    """Run a forward and name the first FSDP unit whose output holds an infinity or NaN, None if none does."""
+    found: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            leaves = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+            local = [t.to_local() if isinstance(t, DTensor) else t for t in leaves if t.is_floating_point()]
+            if not all(bool(torch.isfinite(t).all()) for t in local):
+                found.append(name)
+
+        return hook
+
+    units = unit_modules(model).items()
+    handles = [cast(nn.Module, unit).register_forward_hook(look(name)) for name, unit in units]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    reshard(model)
+    return found[0] if found else None
+
+
 @contextlib.contextmanager
 def kept_unsharded(model: nn.Module) -> Iterator[None]:
     """Gather every parameter at most once while many forwards run without gradient; free the copies at the end.
 
     The public setter has no getter: the mesh each unit reshards to after forward is saved and put back by hand.
     """
-    groups = [group for unit in unit_modules(model).values() for group in _state(unit)._fsdp_param_groups]
+    groups = [group for unit in unit_modules(model).values() for group in state_of(unit)._fsdp_param_groups]
     saved = [group.post_forward_mesh_info for group in groups]
     root = unit_modules(model)[ROOT]
-    auto = {name: _state(unit)._auto_reshard_after_forward for name, unit in unit_modules(model).items()}
+    auto = {name: state_of(unit)._auto_reshard_after_forward for name, unit in unit_modules(model).items()}
     root.set_reshard_after_forward(False)
     try:
         yield
@@ -205,7 +237,7 @@ def kept_unsharded(model: nn.Module) -> Iterator[None]:
         for group, mesh_info in zip(groups, saved, strict=True):
             group.post_forward_mesh_info = mesh_info
         for name, unit in unit_modules(model).items():
-            _state(unit)._auto_reshard_after_forward = auto[name]
+            state_of(unit)._auto_reshard_after_forward = auto[name]
         reshard(model)
 
 
@@ -227,11 +259,11 @@ def synchronize_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 def recover(model: nn.Module) -> None:
     """Make FSDP2 usable again after an exception left a forward or backward half done; gradients are dropped."""
     root = unit_modules(model)[ROOT]
-    if _state(root)._is_root is None:
+    if state_of(root)._is_root is None:
         return  # no forward has started yet: nothing to put right, and the public reset would fail
     root.reset_iter_state()
     for unit in unit_modules(model).values():
-        for group in _state(unit)._fsdp_param_groups:
+        for group in state_of(unit)._fsdp_param_groups:
             for param in group.fsdp_params:
                 # The public reset leaves these, and the next backward would add to them.
                 unsharded = getattr(param, "_unsharded_param", None)
@@ -239,111 +271,3 @@ def recover(model: nn.Module) -> None:
                     unsharded.grad = None
                 param.unsharded_accumulated_grad = None
     model.zero_grad(set_to_none=True)
-
-
-class Observer(Protocol):
-    """What `watch` tells about a forward and backward."""
-
-    def tag(self, context: str) -> contextlib.AbstractContextManager[None]:
-        """Allocations inside belong to `context`: "unshard" or "reduce"."""
-
-    def unit_output(self, unit: str, tensors: list[torch.Tensor]) -> None:
-        """A unit's forward ended with these tensors, already in its output dtype."""
-
-    def unit_backward(self, unit: str) -> None:
-        """Backward reached this unit."""
-
-    def gradients(self, tensors: list[torch.Tensor]) -> None:
-        """These are gradients: unsharded ones before their reduction, sharded ones after."""
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was resized in place, which is how FSDP2 allocates and frees gathered parameters."""
-
-
-@contextlib.contextmanager
-def watch(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Report FSDP2's hidden work in this process to `observer` while the context is open.
-
-    Patches the two private classes, because FSDP2 offers no events and its hooks are bound before anyone can wrap them.
-    """
-    names = {_state(unit): name for name, unit in unit_modules(model).items()}
-
-    def tagged(context: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-                with observer.tag(context):
-                    return original(self, *args, **kwargs)
-
-            return wrapper
-
-        return wrap
-
-    def watch_output(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: FSDPState, output: Any) -> Any:
-            output = original(self, output)
-            leaves = torch.utils._pytree.tree_leaves(output)
-            observer.unit_output(names.get(self, ""), [t for t in leaves if isinstance(t, torch.Tensor)])
-            return output
-
-        return wrapper
-
-    def watch_pre_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: FSDPState, grad: torch.Tensor) -> Any:
-            observer.unit_backward(names.get(self, ""))
-            return original(self, grad)
-
-        return wrapper
-
-    def watch_post_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: FSDPParamGroup, *unused: Any) -> None:
-            observer.gradients(_unsharded_gradients(self))
-            with observer.tag("reduce"):
-                original(self, *unused)
-            observer.gradients([p.sharded_param.grad for p in self.fsdp_params if p.sharded_param.grad is not None])
-
-        return wrapper
-
-    def watch_resize(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: torch.UntypedStorage, size: int) -> Any:
-            result = original(self, size)
-            observer.resized(self)
-            return result
-
-        return wrapper
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, wrap in (
-            (FSDPParamGroup, "unshard", tagged("unshard")),
-            (FSDPParamGroup, "wait_for_unshard", tagged("unshard")),
-            (FSDPParamGroup, "post_backward", watch_post_backward),
-            (FSDPState, "_cast_output_dtype", watch_output),
-            (FSDPState, "_pre_backward", watch_pre_backward),
-            (torch.UntypedStorage, "resize_", watch_resize),
-        ):
-            stack.enter_context(_patched(owner, name, wrap))
-        yield
-
-
-def _unsharded_gradients(group: FSDPParamGroup) -> list[torch.Tensor]:
-    grads = []
-    for param in group.fsdp_params:
-        unsharded = getattr(param, "_unsharded_param", None)  # exists only once the unit was gathered
-        if unsharded is not None and unsharded.grad is not None:
-            grads.append(unsharded.grad)
-        if param.unsharded_accumulated_grad is not None:
-            grads.append(param.unsharded_accumulated_grad)
-    return grads
-
-
-@contextlib.contextmanager
-def _patched(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    original = getattr(owner, name)
-    own = name in vars(owner)
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)

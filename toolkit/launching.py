@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import uuid
 import weakref
 from typing import Any
 
-from toolkit.engines import local_ranks_warm_up
+from toolkit.engines import KernelRanks, LocalRanks, local_ranks_warm_up
 from toolkit.errors import SpecError
-from toolkit.layout import check_layout, model_facts
+from toolkit.layout import ModelFacts, check_config, check_layout, model_facts
 from toolkit.progress import Bars
+from toolkit.ranks import Ranks
 from toolkit.session import Session
 from toolkit.spec import GRPOConfig, PolicySpec, check_whole, split_fields
 
@@ -37,6 +39,10 @@ def launch(
         SpecError: a setting or combination that would do nothing or crash later. Nothing was started.
         FileNotFoundError: no such model.
     """
+    if spec is not None and not isinstance(spec, PolicySpec):
+        raise SpecError(f"launch({spec!r}): give a PolicySpec, or the model by name: tk.launch(model={str(spec)!r}).")
+    if config is not None and not isinstance(config, GRPOConfig):
+        raise SpecError(f"config={config!r} must be a GRPOConfig, or give its fields by name.")
     widgets = {name: value for name, value in fields.items() if _is_widget(value)}
     fields = {name: value.value if name in widgets else value for name, value in fields.items()}
     policy_fields, grpo_fields = split_fields(fields)
@@ -52,9 +58,34 @@ def launch(
         local_ranks_warm_up()  # imports there go on while this process imports torch
     device, num_gpus = _devices(device)
     check_layout(spec, facts, ranks=ranks, device=device, num_gpus=num_gpus)
-    session = Session(spec, config, facts, ranks=ranks, device=device)
+    check_config(config, spec, facts, ranks=ranks)
+    session = _start(spec, config, facts, ranks, device)
     for name, widget in widgets.items():
         _bind(session, name, widget)
+    return session
+
+
+def _start(spec: PolicySpec, config: GRPOConfig, facts: ModelFacts, num_ranks: int, device: str) -> Session:
+    """Start the ranks and build the policy on them; on any failure nothing stays."""
+    key = uuid.uuid4().hex
+    ranks: Ranks = KernelRanks() if num_ranks == 1 else LocalRanks(num_ranks)
+    try:
+        with Bars() as bars:
+            if "toolkit.worker" not in sys.modules:
+                bars.update("importing transformers and AutoModel", 0, 1, at_once=True)
+            from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
+        task = worker.resolve_task(config.task)
+        with Bars() as bars:
+            if num_ranks > 1:
+                bars.update(f"starting {num_ranks} ranks", 0, 1, at_once=True)
+            ranks.connect(device)
+        ranks.call(worker.start, key, spec, device)
+    except BaseException:
+        ranks.close()
+        raise
+    session = Session(key, ranks, device, spec, config, facts, task)
+    if num_ranks == 1:  # a dropped session frees its model like a closed one; processes end with their Ranks
+        weakref.finalize(session, worker.drop, key)
     return session
 
 

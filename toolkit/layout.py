@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class ModelFacts:
     num_heads: int
     num_key_value_heads: int
     tied_head: bool
+    max_positions: int | None = None  # longest sequence its positions are made for
 
 
 def model_facts(model: str | Path) -> ModelFacts:
@@ -66,6 +68,7 @@ def model_facts(model: str | Path) -> ModelFacts:
         num_layers=text.get("num_hidden_layers", text.get("n_layer", 0)),
         num_heads=heads,
         num_key_value_heads=text.get("num_key_value_heads") or heads,
+        max_positions=text.get("max_position_embeddings", text.get("n_positions")),
         # transformers' default for a config that does not say; Llama-family configs always do.
         tied_head=config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)),
     )
@@ -105,7 +108,7 @@ def check_layout(spec: PolicySpec, facts: ModelFacts, *, ranks: int, device: str
     if ranks % tp:
         raise SpecError(
             f"ranks={ranks} is not divisible by tensor_parallel_size={tp}: every copy of the model needs {tp} ranks. "
-            f"Use ranks={tp * max(1, ranks // tp)} or ranks={tp * (ranks // tp + 1)}."
+            + (f"Use ranks={tp * (ranks // tp)} or ranks={tp * (ranks // tp + 1)}." if ranks > tp else f"Use ranks={tp}.")
         )
     if tp > 1:
         sizes = {
@@ -145,6 +148,33 @@ def check_output_dtype(spec: PolicySpec, *, head_in_root: bool) -> None:
         )
 
 
+def check_length(name: str, length: int, facts: ModelFacts) -> None:
+    """Refuse sequences longer than the model's positions.
+
+    Raises:
+        SpecError: naming both lengths.
+    """
+    if facts.max_positions is not None and length > facts.max_positions:
+        raise SpecError(
+            f"{name}={length} is more than the {facts.max_positions} positions this model is made for "
+            "(max_position_embeddings of its config)."
+        )
+
+
+def check_config(config: Any, spec: PolicySpec, facts: ModelFacts, *, ranks: int) -> None:
+    """Refuse GRPO settings that this policy on these ranks cannot run.
+
+    Raises:
+        SpecError: not a GRPOConfig, completions longer than the model's positions, a batch that does not divide, or a
+            temperature at which the spec's temperature order plays no part.
+    """
+    if not isinstance(config, GRPOConfig):
+        raise SpecError(f"config={config!r} must be a GRPOConfig; dataclasses.replace(session.config, ...) changes one.")
+    check_length("max_new_tokens", config.max_new_tokens, facts)
+    check_batch(config, data_parallel_size=ranks // spec.tensor_parallel_size)
+    check_temperature_order(spec, config.temperature)
+
+
 def check_batch(config: GRPOConfig, *, data_parallel_size: int) -> None:
     """Refuse a batch that does not divide over the data-parallel ranks.
 
@@ -176,22 +206,46 @@ def check_temperature_order(spec: PolicySpec, temperature: float) -> None:
         )
 
 
-def check_token_ids(token_ids: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+def check_token_ids(token_ids: Any, facts: ModelFacts) -> list[list[int]]:
     """Token ids as plain lists, each long enough to have a logprob and inside the vocabulary.
+
+    Args:
+        token_ids: sequences of sequences of whole numbers; arrays and tensors too.
 
     Raises:
         SpecError: naming the sequence and what is wrong with it.
     """
-    rows = [[int(token) for token in row] for row in token_ids]
+    rows = [_plain_row(index, row) for index, row in enumerate(_plain(token_ids))]
     if not rows:
         raise SpecError("token_ids is empty; give at least one sequence of two or more token ids.")
     for index, row in enumerate(rows):
         if len(row) < 2:
             raise SpecError(f"token_ids[{index}] has {len(row)} token(s); the first has no logprob, so give two or more.")
-        wrong = [token for token in row if not 0 <= token < vocab_size]
+        wrong = [token for token in row if not 0 <= token < facts.vocab_size]
         if wrong:
-            raise SpecError(f"token_ids[{index}] has id {wrong[0]}, outside the vocabulary [0, {vocab_size}).")
+            raise SpecError(f"token_ids[{index}] has id {wrong[0]}, outside the vocabulary [0, {facts.vocab_size}).")
+        check_length(f"the length of token_ids[{index}]", len(row), facts)
     return rows
+
+
+def _plain(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    to_list = getattr(value, "tolist", None)  # numpy arrays, torch tensors
+    listed = to_list() if callable(to_list) else value
+    if not isinstance(listed, list):
+        raise SpecError(f"token_ids={value!r}: give a list of sequences of token ids; for text, encode it first.")
+    return listed
+
+
+def _plain_row(index: int, row: Any) -> list[int]:
+    if not isinstance(row, list | tuple) and not hasattr(row, "tolist"):
+        raise SpecError(f"token_ids[{index}] is {row!r}; each must be a sequence of token ids.")
+    ids = _plain(row)
+    wrong = [token for token in ids if isinstance(token, bool) or not isinstance(token, numbers.Integral)]
+    if wrong:
+        raise SpecError(f"token_ids[{index}] has {wrong[0]!r}; token ids are whole numbers.")
+    return [int(token) for token in ids]
 
 
 def _common_divisors(sizes: Mapping[str, int]) -> str:

@@ -1,6 +1,6 @@
 """The recorder behind the memory report: every tensor storage that lives while it is open, from birth to death.
 
-It sees each operation through torch's dispatcher, FSDP2's hidden work through `fsdp.watch`, and what autograd keeps
+It sees each operation through torch's dispatcher, FSDP2's hidden work through `fsdp_watch`, and what autograd keeps
 through saved-tensor hooks. The log is append-only and labels may arrive late (a tensor becomes "saved" after it was
 made); categories are derived at the end, so they sum to the live bytes at any moment by construction.
 """
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit import fsdp
+from toolkit.fsdp_watch import watch
 
 #: Order of precedence where a storage has several claims, and of stacking in figures.
 CATEGORIES = (
@@ -100,7 +101,7 @@ class Ledger(TorchDispatchMode):
 
     def __enter__(self) -> Ledger:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(fsdp.watch(self._model, self))
+            stack.enter_context(watch(self._model, self))
             for name, module in self._model.named_modules():
                 pre = module.register_forward_pre_hook(self._entering(name or fsdp.ROOT), prepend=True)
                 post = module.register_forward_hook(self._leaving, always_call=True)
@@ -237,7 +238,7 @@ class Ledger(TorchDispatchMode):
         for tensor in tensors:
             self.note(tensor, label=label)
 
-    # ---- what FSDP2 tells (fsdp.Observer)
+    # ---- what FSDP2 tells (fsdp_watch.Observer)
 
     @contextlib.contextmanager
     def tag(self, context: str) -> Iterator[None]:

@@ -10,15 +10,14 @@ gradient has the logits' dtype.
 
 from __future__ import annotations
 
-import math
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import SpecError
-from toolkit.spec import PolicySpec
+from toolkit.spec import PolicySpec, TemperatureOrder, check_temperature, check_whole
 
 
 def token_logprobs(
@@ -46,9 +45,10 @@ def token_logprobs(
         [...], float32.
 
     Raises:
-        SpecError: temperature not above 0, or shapes, dtypes or targets that do not fit.
+        SpecError: temperature outside of [1e-3, 1e3], an unknown order, fewer than one row a chunk, or shapes, dtypes or
+            targets that do not fit.
     """
-    _check(logits, targets, temperature)
+    temperature = _check(logits, targets, temperature, temperature_order, chunk_rows)
     if temperature != 1.0 and temperature_order == "before_upcast":
         logits, temperature = logits / temperature, 1.0
     if isinstance(logits, DTensor):
@@ -84,9 +84,16 @@ def next_token_logprobs(
     return logprobs_BT[:, :-1]
 
 
-def _check(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
-    if not (isinstance(temperature, int | float) and temperature > 0 and math.isfinite(temperature)):
-        raise SpecError(f"temperature={temperature!r} must be a finite number above 0.")
+def _check(logits: Any, targets: Any, temperature: Any, temperature_order: Any, chunk_rows: Any) -> float:
+    for name, value in (("logits", logits), ("targets", targets)):
+        if not isinstance(value, torch.Tensor):
+            raise SpecError(f"{name} is a {type(value).__name__}; it must be a torch tensor.")
+    if temperature_order not in get_args(TemperatureOrder):
+        raise SpecError(f"temperature_order={temperature_order!r} must be 'after_upcast' or 'before_upcast'.")
+    if chunk_rows is not None:
+        check_whole("chunk_rows", chunk_rows)
+    if logits.dim() == 0:
+        raise SpecError("logits have no dimension; they must be [..., V].")
     if not logits.is_floating_point():
         raise SpecError(f"logits have dtype {logits.dtype}; they must be floating point.")
     if logits.shape[:-1] != targets.shape:
@@ -97,6 +104,7 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> N
         low, high = targets.min().item(), targets.max().item()
         if low < 0 or high >= logits.shape[-1]:
             raise SpecError(f"targets lie in [{low}, {high}], outside the vocabulary [0, {logits.shape[-1]}).")
+    return check_temperature(temperature)
 
 
 def _vocab_shard(logits: DTensor) -> tuple[torch.Tensor, int, dist.ProcessGroup]:

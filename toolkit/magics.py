@@ -5,6 +5,7 @@ They act on the session given by `--session NAME`, else on the one session among
 
 from __future__ import annotations
 
+import keyword
 from typing import Any, cast
 
 from IPython.core.error import UsageError
@@ -126,6 +127,14 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
         )
 
     def _store(self, name: str | None, make: Any) -> Any:
+        if name is not None:
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise ToolkitError(f"-o {name}: that is no name a variable can have.")
+            held = self.shell.user_ns.get(name)
+            if isinstance(held, Session) and held.is_open:
+                raise ToolkitError(
+                    f"-o {name}: {name} holds a live session, and its model would be lost; take another name."
+                )
         with _Friendly():
             result = make()
         if name is None:

@@ -50,7 +50,7 @@ _ORDERS = {
 }
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class MemoryReport(Report):
     """Live tensor storage over one training step, on the rank with the highest peak.
 

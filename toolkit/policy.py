@@ -1,4 +1,4 @@
-"""The policy on a rank: load through transformers or AutoModel, shard with FSDP2, run forward, switch precision live.
+"""The policy on a rank: run forward, act together with the other ranks, switch precision live.
 
 Shapes: _B sequences, _T tokens, _V vocabulary.
 """
@@ -6,7 +6,6 @@ Shapes: _B sequences, _T tokens, _V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,16 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from nemo_automodel import NeMoAutoModelForCausalLM
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from toolkit import fsdp
-from toolkit.errors import PeerFailed
+from toolkit.errors import PeerFailed, SpecError
 from toolkit.layout import check_output_dtype
+from toolkit.prompts import Batch
 from toolkit.ranks import report_progress, stop_requested
 from toolkit.spec import GRPOConfig, PolicySpec, torch_dtype
 
@@ -38,6 +36,7 @@ class Policy:
     mesh: DeviceMesh
     device: torch.device
     optimizer: torch.optim.Optimizer
+    eos_ids: tuple[int, ...]  # any of them ends a completion; chat models have several
 
     @property
     def data_rank(self) -> int:
@@ -59,6 +58,14 @@ class Policy:
         """V of the whole model."""
         config: Any = self.model.config
         return int(config.get_text_config().vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model's positions are made for, None if its config does not say."""
+        config: Any = self.model.config
+        text = config.get_text_config().to_dict()
+        limit: int | None = text.get("max_position_embeddings", text.get("n_positions"))
+        return limit
 
     @property
     def is_first(self) -> bool:
@@ -118,6 +125,57 @@ class Policy:
             fsdp.apply_spec(self.model, before)
 
 
+def check_finite(policy: Policy, values: torch.Tensor, batch: Batch, doing: str) -> None:
+    """Raise on every rank if any rank met a NaN or an infinity, naming the unit it first shows in.
+
+    Args:
+        values: what was computed; -inf is allowed (a token of no probability).
+        batch: the sequences it was computed of; looked into again, a row of them, if something is wrong.
+
+    Raises:
+        FloatingPointError: naming the precision, the output dtype and the FSDP unit.
+    """
+    bad = torch.isnan(values) | (values == torch.inf)
+    flag = torch.tensor([bool(bad.any())], dtype=torch.int32)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if not flag.item():
+        return
+    rows = bad.reshape(bad.shape[0], -1).any(-1).nonzero().flatten().tolist()
+    row = batch.rows(rows[0], rows[0] + 1) if rows else batch.rows(0, 1)
+    with policy.autocast():
+        mine = fsdp.first_not_finite(policy.model, lambda: policy.forward(row.ids_BT, row.mask_BT, row.positions_BT))
+    units: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(units, mine)
+    unit = next((u for u in units if u is not None), None)
+    raise FloatingPointError(
+        f"{doing} met values that are not finite at precision={policy.spec.precision!r} and "
+        f"output_dtype={policy.spec.output_dtype!r}{f', first in FSDP unit {unit}' if unit else ''}: they left the range of "
+        "the dtype (float16 ends at 65504), or the weights are not finite. Use bfloat16 or float32 there."
+    )
+
+
+def probe(policy: Policy) -> None:
+    """Run a forward of a few tokens, so that settings which crash deep inside do so now, with a message that helps.
+
+    Raises:
+        SpecError: the forward failed.
+    """
+    ids_BT = torch.zeros(1, max(2, policy.tensor_size), dtype=torch.int64, device=policy.device)
+    try:
+        with torch.no_grad(), policy.autocast():
+            policy.forward(ids_BT, torch.ones_like(ids_BT), torch.arange(ids_BT.shape[1], device=policy.device)[None])
+        fsdp.reshard(policy.model)
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        fsdp.recover(policy.model)
+        spec = policy.spec
+        raise SpecError(
+            f"{spec.model} cannot run with output_dtype={spec.output_dtype!r}, precision={spec.precision!r}, autocast="
+            f"{spec.autocast}, cast_forward_inputs={spec.cast_forward_inputs}: {str(error).splitlines()[0]}. Where an "
+            f"operation outside the inner FSDP units (a final LayerNorm, say) refuses mixed dtypes, output_dtype="
+            f"{spec.precision!r} cures it."
+        ) from error
+
+
 #: Fields of a spec that a live session can change; the others need another build.
 LIVE_FIELDS = (
     "output_dtype",
@@ -139,67 +197,19 @@ def switch(policy: Policy, **settings: Any) -> list[fsdp.Unit]:
         SpecError: the combination is refused; nothing has changed.
     """
     assert set(settings) <= set(LIVE_FIELDS)
-    spec = dataclasses.replace(policy.spec, **settings)
+    before, spec = policy.spec, dataclasses.replace(policy.spec, **settings)
     check_output_dtype(spec, head_in_root=fsdp.head_name(policy.model) is None)
-    fsdp.apply_spec(policy.model, spec)
-    policy.spec = spec
-    return fsdp.check_units(policy.model, spec)
-
-
-def build(spec: PolicySpec, device_type: str) -> Policy:
-    """Load and shard the model on this rank; both routes end in the same checked state.
-
-    On CPU, and on a single GPU (where AutoModel skips FSDP2), transformers loads the weights and AutoModel's
-    parallelizer shards them. On several GPUs AutoModel's `from_pretrained` loads each rank's shard only.
-    """
-    first = dist.get_rank() == 0
-
-    def progress(done: int) -> None:
-        if first:
-            report_progress("loading the model", done, 3)
-
-    progress(0)
-    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    torch.manual_seed(spec.seed)
-    setup = fsdp.build_setup(spec, dist.get_world_size())
-    with _quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(spec.model)
-        config = _config_without_dropout(str(spec.model))
-        progress(1)
-        model: Any
-        if device_type == "cuda" and dist.get_world_size() > 1:
-            model = NeMoAutoModelForCausalLM.from_pretrained(
-                spec.model,
-                torch_dtype="float32",  # master weights
-                distributed_setup=setup,
-                force_hf=True,  # AutoModel's own classes have no KV cache, so could not sample
-                use_liger_kernel=False,
-                attn_implementation=spec.attn_implementation or "sdpa",
-                **_dropout_fields(config),
-            )
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                spec.model, config=config, dtype=torch.float32, attn_implementation=spec.attn_implementation or "sdpa"
-            )
-            model = fsdp.shard(model.to(device), setup)
-    progress(2)
-    if spec.activation_checkpointing == "hf":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if spec.lm_head_precision == "float32":
-        _exempt_from_autocast(model.get_output_embeddings(), device.type)
-    fsdp.apply_spec(model, spec)
-    fsdp.check_units(model, spec)
-    check_output_dtype(spec, head_in_root=fsdp.head_name(model) is None)
-    policy = Policy(
-        spec=spec,
-        model=model,
-        tokenizer=_with_pad_token(tokenizer),
-        mesh=setup.mesh_context.device_mesh,
-        device=device,
-        optimizer=torch.optim.AdamW([{"params": group} for group in by_mesh(model.parameters())], lr=0.0),
-    )
-    progress(3)
-    return policy
+    try:
+        fsdp.apply_spec(policy.model, spec)
+        policy.spec = spec
+        units = fsdp.check_units(policy.model, spec)
+        if spec != before:
+            probe(policy)
+    except Exception:
+        policy.spec = before
+        fsdp.apply_spec(policy.model, before)
+        raise
+    return units
 
 
 def set_optimizer(policy: Policy, config: GRPOConfig, step: int) -> float:
@@ -222,47 +232,3 @@ def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         key = (data.device_mesh, data.placements) if isinstance(data, DTensor) else None
         groups.setdefault(key, []).append(param)
     return list(groups.values())
-
-
-def _config_without_dropout(model: str) -> Any:
-    """The model's config with every dropout at 0: a second forward of the same tokens must give the same logprobs."""
-    config = AutoConfig.from_pretrained(model)
-    for name, value in _dropout_fields(config).items():
-        setattr(config, name, value)
-    return config
-
-
-def _dropout_fields(config: Any) -> dict[str, float]:
-    named = config.to_dict().items()
-    return {k: 0.0 for k, v in named if isinstance(v, float) and ("dropout" in k or k.endswith("pdrop"))}
-
-
-def _with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    if tokenizer.pad_token_id is not None:
-        return tokenizer
-    padded = copy.deepcopy(tokenizer)
-    padded.pad_token = padded.eos_token  # masked wherever it pads, so any id does
-    return padded
-
-
-def _exempt_from_autocast(head: nn.Module, device_type: str) -> None:
-    """Keep autocast from casting a float32 head's operands back to 16 bits."""
-    inner = head.forward
-
-    def forward(hidden: torch.Tensor) -> Any:
-        with torch.autocast(device_type, enabled=False):
-            return inner(hidden)
-
-    head.forward = forward
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Replace transformers' own weight-loading bars by ours, for the time of the load only."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()

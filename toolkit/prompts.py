@@ -35,6 +35,14 @@ class Task:
     held_out: list[tuple[str, str]] = field(default_factory=list)
     reward: Reward | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("problems", "held_out"):
+            object.__setattr__(self, name, _pairs(name, getattr(self, name)))
+        if not self.problems:
+            raise SpecError(f"task {self.name!r} has no problems; give at least one (prompt, answer) pair.")
+        if self.reward is not None and not callable(self.reward):
+            raise SpecError(f"reward={self.reward!r} must be a function reward(prompt, completion, answer) -> number.")
+
     def __repr__(self) -> str:
         return f"Task({self.name}: {len(self.problems)} problems, {len(self.held_out)} held out)"
 
@@ -62,40 +70,65 @@ def resolve_task(task: Any) -> Task:
         SpecError: an unknown name, no problems, or an item that is no pair of strings; names the item.
     """
     if isinstance(task, Task):
-        resolved = task
-    elif task == "arithmetic":
-        resolved = arithmetic()
-    elif isinstance(task, str):
+        return task
+    if isinstance(task, str):
+        if task == "arithmetic":
+            return arithmetic()
         raise SpecError(f"task={task!r} is not known; use 'arithmetic', a toolkit Task, or (prompt, answer) pairs.")
-    elif isinstance(task, Iterable):
-        resolved = Task("custom", list(task))
-    else:
+    if not isinstance(task, Iterable):
         raise SpecError(f"task={task!r} must be 'arithmetic', a toolkit Task, or an iterable of (prompt, answer) pairs.")
-    if not resolved.problems:
-        raise SpecError(f"task {resolved.name!r} has no problems; give at least one (prompt, answer) pair.")
-    for index, item in enumerate([*resolved.problems, *resolved.held_out]):
+    return Task("custom", list(task))
+
+
+def _pairs(field: str, items: Any) -> list[tuple[str, str]]:
+    if not isinstance(items, Iterable) or isinstance(items, str):
+        raise SpecError(f"{field}={items!r} must be (prompt, answer) pairs.")
+    pairs = []
+    for index, item in enumerate(items):
         if not (isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(s, str) for s in item)):
-            raise SpecError(f"task item {index} is {item!r}; each must be a (prompt, answer) pair of strings.")
+            raise SpecError(f"{field}[{index}] is {item!r}; each must be a (prompt, answer) pair of strings.")
         if not item[0]:
-            raise SpecError(f"task item {index} has an empty prompt; the first token would have nothing to follow.")
-    return resolved
+            raise SpecError(f"{field}[{index}] has an empty prompt; the first token would have nothing to follow.")
+        pairs.append((item[0], item[1]))
+    return pairs
 
 
-def draw_problems(task: Task, count: int, seed: int, step: int) -> list[tuple[str, str]]:
+def draw_problems(problems: list[tuple[str, str]], count: int, seed: int, step: int) -> list[tuple[str, str]]:
     """Draw the problems of a step: the same on every rank, on any number of ranks, and after a resume."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    if count <= len(task.problems):
-        picks = torch.randperm(len(task.problems), generator=generator)[:count]
+    if count <= len(problems):
+        picks = torch.randperm(len(problems), generator=generator)[:count]
     else:
-        picks = torch.randint(len(task.problems), (count,), generator=generator)
-    return [(task.problems[i][0], task.problems[i][1]) for i in picks.tolist()]
+        picks = torch.randint(len(problems), (count,), generator=generator)
+    return [problems[i] for i in picks.tolist()]
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str], vocab_size: int) -> list[list[int]]:
     """Turn prompts into token ids, through the tokenizer's chat template if it has one.
 
     Encoding a chat model's prompt without its template moves it off its own distribution and inflates every divergence.
+
+    Raises:
+        SpecError: the tokenizer does not know a character of a prompt, makes nothing of it, or is not this model's.
     """
+    rows = _encode(tokenizer, prompts)
+    for prompt, ids in zip(prompts, rows, strict=True):
+        if not ids:
+            raise SpecError(f"the tokenizer makes no token of the prompt {prompt!r}.")
+        if max(ids) >= vocab_size:
+            raise SpecError(
+                f"the tokenizer gives id {max(ids)} for the prompt {prompt!r}, but the model's vocabulary is "
+                f"[0, {vocab_size}): the tokenizer is not this model's."
+            )
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+            raise SpecError(
+                f"the tokenizer does not know all of the prompt {prompt!r}: it becomes "
+                f"{tokenizer.decode(ids)!r}, and the model would never see the difference."
+            )
+    return rows
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
     if tokenizer.chat_template is None:
         return [tokenizer(text, add_special_tokens=True)["input_ids"] for text in prompts]
     chats = [[{"role": "user", "content": text}] for text in prompts]

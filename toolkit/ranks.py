@@ -15,9 +15,7 @@ The gang rules:
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
-import linecache
 import pickle
 import signal
 import sys
@@ -25,13 +23,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from types import FunctionType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import cloudpickle
 
-from toolkit.errors import PeerFailed, RanksLost, SessionClosed
+from toolkit.errors import PeerFailed, RanksLost, SessionClosed, SpecError
 from toolkit.progress import Bars
+from toolkit.sources import functions_in, show_source, source_of
 
 # What a rank sends: a kind, then its data.  "out": stream, text.  "progress": description, done, total.
 # "ok": pickled result.  "err": pickled exception or None, traceback text.  "dead": why (made up by the engine).
@@ -86,55 +85,29 @@ def execute(blob: bytes, emit: Callable[[Message], None]) -> None:
     """Run one call on this rank and emit its answer, whatever happens."""
     try:
         fn, args, sources = pickle.loads(blob)
-        for function, source in zip(_functions((fn, args)), sources, strict=True):
-            _show_source(function, source)
+        for function, source in zip(functions_in((fn, args)), sources, strict=True):
+            show_source(function, source)
         out, err = _Stream(emit, "stdout"), _Stream(emit, "stderr")
         with emitting_to(emit), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             answer: Message = ("ok", cloudpickle.dumps(fn(*args), protocol=5))
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: the rank must outlive what it runs
         text = "".join(traceback.format_exception(type(error), error, _skip(error.__traceback__)))
-        try:
-            blob_of_error = cloudpickle.dumps(error)
-            pickle.loads(blob_of_error)
-        except Exception:  # an exception class that cannot be pickled still has its text
-            blob_of_error = None
-        answer = ("err", blob_of_error, text)
+        answer = ("err", _dump_error(error), text)
     emit(answer)
+
+
+def _dump_error(error: BaseException) -> bytes | None:
+    """An exception as its class, arguments and attributes: many classes' own __init__ cannot be called with `args`."""
+    try:
+        blob: bytes = cloudpickle.dumps((type(error), error.args, error.__dict__))
+        pickle.loads(blob)
+        return blob
+    except Exception:  # whatever it holds, its text arrives
+        return None
 
 
 def _skip(tb: TracebackType | None) -> TracebackType | None:
     return tb.tb_next if tb is not None and tb.tb_next is not None else tb
-
-
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The functions in a call's arguments, in a fixed order."""
-    if isinstance(value, FunctionType):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _functions(item)
-    elif isinstance(value, dict):
-        yield from _functions(list(value.values()))
-
-
-def _source_of(function: FunctionType) -> str | None:
-    """The source of a function that travels by value (from a cell, or local to another), at its own line numbers."""
-    if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
-        return None
-    try:
-        lines, first = inspect.getsourcelines(function)
-    except (OSError, TypeError):  # typed at a prompt, say
-        return None
-    return "\n" * (first - 1) + "".join(lines)
-
-
-def _show_source(function: FunctionType, source: str | None) -> None:
-    """Let tracebacks show a function's lines: cloudpickle drops the name of its file."""
-    if source is None:
-        return
-    name = f"<{function.__module__} {function.__qualname__} {hash(source):x}>"
-    function.__code__ = function.__code__.replace(co_filename=name)
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
 
 
 # ---- in the kernel --------------------------------------------------------------------------------------------------
@@ -172,6 +145,15 @@ class Ranks:
         """Form the process group over all ranks."""
         raise NotImplementedError
 
+    def raise_if_lost(self) -> None:
+        """Raise what ended the ranks, if they are gone."""
+        if self.lost is not None:
+            raise self.lost
+
+    def exclusively(self) -> contextlib.AbstractContextManager[bool]:
+        """Hold the ranks over several calls; other threads wait."""
+        return self._lock
+
     @property
     def busy(self) -> bool:
         """Whether another thread is in a call."""
@@ -194,14 +176,19 @@ class Ranks:
             Exception: whatever `fn` raised, with `.rank` and the rank's traceback as a note.
         """
         with self._lock:
-            if self.lost is not None:
-                raise self.lost
-            sources = [_source_of(function) for function in _functions((fn, args))]
-            blob = cloudpickle.dumps((fn, args, sources), protocol=5)
+            self.raise_if_lost()
+            sources = [source_of(function) for function in functions_in((fn, args))]
+            try:
+                blob = cloudpickle.dumps((fn, args, sources), protocol=5)
+            except (TypeError, pickle.PicklingError) as error:
+                raise SpecError(
+                    f"what was given cannot be sent to the ranks ({error}). A function for them must not hold the session, "
+                    "an open file, a lock or the like; it gets the policy as its first argument."
+                ) from None
             with Bars() as bars, count_interrupts() as interrupts:
                 ok, errors = self._drain(blob, bars, interrupts)
         if any(isinstance(_load_error(e), KeyboardInterrupt) for e in errors.values()):
-            raise KeyboardInterrupt("stopped at a step boundary; the session is as it was before this call")
+            raise KeyboardInterrupt("stopped at a boundary; what was under way was dropped, and nothing is half done")
         if errors:
             raise _first_error(errors)
         self.interrupted_late = interrupts.count > 0
@@ -211,7 +198,7 @@ class Ranks:
         """Raise the KeyboardInterrupt that came after the last boundary of a call, once its results are safe."""
         if self.interrupted_late:
             self.interrupted_late = False
-            raise KeyboardInterrupt("stopped after the call had finished; its result is kept")
+            raise KeyboardInterrupt("the call had just finished when Ctrl-C came")
 
     def _drain(self, blob: bytes, bars: Bars, interrupts: Interrupts) -> tuple[dict[int, Any], dict[int, Message]]:
         ok: dict[int, Any] = {}
@@ -224,14 +211,14 @@ class Ranks:
             if interrupts.count > seen:
                 seen = interrupts.count
                 if seen > 1:
-                    self._abort("was interrupted twice", errors)
+                    self._abort(f"Ctrl-C was pressed twice while rank {_list(pending)} was busy", errors)
+                sys.stderr.write("interrupt: waiting for the ranks' next boundary (again: kill them)\n")
                 deadline = time.monotonic() + self.interrupt_grace_seconds
                 self._ask_to_stop()
+            if time.monotonic() > deadline:
+                self._abort(f"rank {_list(pending)} did not return after {'Ctrl-C' if seen else 'a failure'}", errors)
             item = self._next(pending, 0.1)
             if item is None:
-                if time.monotonic() > deadline:
-                    late = ", ".join(map(str, sorted(pending)))
-                    self._abort(f"rank {late} did not return after {'Ctrl-C' if seen else 'a failure'}", errors)
                 continue
             rank, (kind, *data) = item
             if kind == "out":
@@ -250,6 +237,8 @@ class Ranks:
         return ok, errors
 
     def _abort(self, why: str, errors: dict[int, Message], rank: int | None = None) -> None:
+        if isinstance(self.lost, SessionClosed):  # closed from another thread; that is why they are gone
+            raise self.lost
         message = f"{why}; all ranks were stopped and their state is lost. Launch the session again."
         self.lost = RanksLost(message, rank)
         self._kill()
@@ -285,6 +274,7 @@ def count_interrupts(on_first: Callable[[], None] | None = None) -> Iterator[Int
         if on_first is not None:
             if interrupts.count > 1:
                 raise KeyboardInterrupt
+            sys.stderr.write("interrupt: stopping at the next boundary (again: at once)\n")
             on_first()
 
     previous = signal.signal(signal.SIGINT, handler)
@@ -297,9 +287,11 @@ def count_interrupts(on_first: Callable[[], None] | None = None) -> Iterator[Int
 def _load_error(data: Message) -> BaseException:
     blob, text = data
     if blob is None:
-        return RuntimeError(f"a rank raised an error that cannot be pickled:\n{text}")
-    error = pickle.loads(blob)
+        return RuntimeError(f"a rank raised an error that cannot travel:\n{text}")
+    kind, args, attributes = pickle.loads(blob)
+    error = kind.__new__(kind, *args)
     assert isinstance(error, BaseException)
+    error.__dict__.update(attributes)
     return error
 
 
@@ -311,6 +303,10 @@ def _first_error(errors: dict[int, Message]) -> BaseException:
     error.rank = rank  # type: ignore[attr-defined]
     error.add_note(f"raised on rank {rank}:\n{errors[rank][1]}")
     return error
+
+
+def _list(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 _at_line_start = {"stdout": True, "stderr": True}

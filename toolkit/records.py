@@ -6,7 +6,7 @@ import dataclasses
 import html
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Report:
         return f"<div><b>{html.escape(self.headline)}</b><table>{rows}</table></div>"
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class StepRecord(Report):
     """What one GRPO step did. Metric names are NeMo-RL's.
 
@@ -103,6 +103,26 @@ class StepRecord(Report):
 class StepRecords(list[StepRecord]):
     """Records of consecutive steps; a list that shows itself as a table."""
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Mean reward at the start and at the end."""
+        few = min(5, len(self))
+        start, end = (sum(r.metrics["reward"] for r in part) / few for part in (self[:few], self[-few:]))
+        return {"steps": len(self), "reward_first_steps": start, "reward_last_steps": end}
+
+    @property
+    def headline(self) -> str:
+        """The finding in one sentence."""
+        few, summary = min(5, len(self)), self.summary
+        return (
+            f"steps {self[0].step} to {self[-1].step}, mean reward {summary['reward_first_steps']:.3f} in the first {few}, "
+            f"{summary['reward_last_steps']:.3f} in the last {few}"
+        )
+
+    def to_json(self) -> str:
+        """The records as one JSON list."""
+        return json.dumps([json.loads(record.to_json()) for record in self])
+
     def to_frame(self) -> pd.DataFrame:
         """A row per step."""
         import pandas as pd
@@ -116,45 +136,72 @@ class StepRecords(list[StepRecord]):
         return steps_figure(self.to_frame())
 
     def __repr__(self) -> str:
-        if not self:
-            return "StepRecords: no steps"
-        first, last = self[0], self[-1]
-        few = min(5, len(self))
-        start, end = (sum(r.metrics["reward"] for r in part) / few for part in (self[:few], self[-few:]))
-        return (
-            f"StepRecords: steps {first.step} to {last.step}, mean reward {start:.3f} in the first {few}, {end:.3f} in the "
-            f"last {few}"
-        )
+        return f"StepRecords: {self.headline}" if self else "StepRecords: no steps"
 
     def _repr_html_(self) -> str:
         columns = ["step", "output_dtype", "reward", "loss", "grad_norm", "token_mult_prob_error", "seconds"]
         if not self:
             return repr(self)
         table = self.to_frame()[columns].to_html(index=False, float_format="{:.4g}".format, border=0, max_rows=8)
-        return f"<div><b>{html.escape(repr(self).removeprefix('StepRecords: '))}</b>{table}</div>"
+        return f"<div><b>{html.escape(self.headline)}</b>{table}</div>"
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class EvaluationRecord(Report):
-    """Greedy accuracy on problems that are never trained on."""
+    """Greedy completions of held-out problems, graded.
 
-    accuracy: float
-    num_problems: int
+    Attributes:
+        rewards: one per problem.
+        completions: a row per problem: prompt, completion, answer, reward.
+        output_dtype: the FSDP output dtype they were made with.
+    """
+
+    rewards: list[float]
+    completions: list[dict[str, Any]]
     output_dtype: str
-    examples: list[tuple[str, str, str, float]] = field(default_factory=list)
+
+    @property
+    def num_problems(self) -> int:
+        """How many were graded."""
+        return len(self.rewards)
+
+    @property
+    def mean_reward(self) -> float:
+        """Over all problems."""
+        return sum(self.rewards) / len(self.rewards)
+
+    @property
+    def accuracy(self) -> float:
+        """The share of problems solved.
+
+        Raises:
+            ValueError: the rewards are not all 0 or 1, so nothing says which count as solved.
+        """
+        if not set(self.rewards) <= {0.0, 1.0}:
+            raise ValueError("these rewards are not all 0 or 1, so there is no accuracy; see mean_reward.")
+        return self.mean_reward
 
     @property
     def summary(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self).items() if k != "examples"}
+        name = "accuracy" if set(self.rewards) <= {0.0, 1.0} else "mean_reward"
+        return {name: self.mean_reward, "num_problems": len(self.rewards), "output_dtype": self.output_dtype}
 
     @property
     def headline(self) -> str:
-        return f"greedy accuracy {self.accuracy:.3f} on {self.num_problems} held-out problems ({self.output_dtype} outputs)"
+        name = "accuracy" if "accuracy" in self.summary else "mean reward"
+        return f"greedy {name} {self.mean_reward:.3f} on {len(self.rewards)} held-out problems ({self.output_dtype} outputs)"
 
     def to_frame(self) -> pd.DataFrame:
+        """A row per problem."""
         import pandas as pd
 
-        return pd.DataFrame(self.examples, columns=["prompt", "completion", "answer", "reward"])
+        return pd.DataFrame(self.completions)
+
+    def figure(self) -> go.Figure:
+        """How many problems got which reward."""
+        from toolkit.figures import rewards_figure
+
+        return rewards_figure(self)
 
 
 def format_value(name: str, value: Any) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 
 from toolkit.errors import SpecError
 
+#: Squares of rewards must stay finite in float32, or the standard deviation of a group would not be.
+_LARGEST = 1e15
+
 
 def exact_match(prompt: str, completion: str, answer: str) -> float:
     """1.0 when the completion is the answer, surrounding white space aside, else 0.0."""
@@ -26,10 +29,22 @@ def grade(
     rewards = []
     for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
         value: Any = reward(prompt, completion, answer)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        number = _as_number(value)
+        if number is None or abs(number) > _LARGEST:
             raise SpecError(
-                f"the reward function returned {value!r} for prompt {prompt!r} and completion {completion!r}; it must be "
-                "a finite number."
+                f"the reward function returned {value!r} for prompt {prompt!r} and completion {completion!r}; it must "
+                f"return a finite number of size at most {_LARGEST:g}."
             )
-        rewards.append(float(value))
+        rewards.append(number)
     return rewards
+
+
+def _as_number(value: Any) -> float | None:
+    """A Python, numpy or one-element torch number as a float; None if it is none, or not finite."""
+    if value is None or isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

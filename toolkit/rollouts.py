@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from toolkit import fsdp
+from toolkit.errors import SpecError
 from toolkit.logprobs import token_logprobs
-from toolkit.policy import Policy
+from toolkit.policy import Policy, check_finite
 from toolkit.prompts import Batch, encode_prompts, make_batch, positions_of
 
 
@@ -65,7 +66,9 @@ def sample(
     share = len(problems) // policy.data_size
     first_prompt = policy.data_rank * share
     mine = [problem for problem in problems[first_prompt : first_prompt + share] for _ in range(num_generations)]
-    prompt_ids = encode_prompts(policy.tokenizer, [prompt for prompt, _ in mine])
+    with policy.failing_together():
+        prompt_ids = encode_prompts(policy.tokenizer, [prompt for prompt, _ in mine], policy.vocab_size)
+        _check_lengths(policy, mine, prompt_ids, max_new_tokens)
     pad_id = policy.tokenizer.pad_token_id
     prompt_batch = make_batch(prompt_ids, [len(ids) for ids in prompt_ids], pad_id).to(policy.device)
     generator = torch.Generator().manual_seed(seed)
@@ -79,8 +82,7 @@ def sample(
             policy, prompt_batch, uniform_BN, temperature=temperature, top_p=top_p, top_k=top_k, greedy=greedy
         )
 
-    eos_id = policy.tokenizer.eos_token_id
-    lengths, stopped = _completion_lengths(tokens_BN, eos_id)
+    lengths, stopped = _completion_lengths(tokens_BN, policy.eos_ids)
     completions = [row[:n].tolist() for row, n in zip(tokens_BN, lengths, strict=True)]
     batch = make_batch(
         [p + c for p, c in zip(prompt_ids, completions, strict=True)],
@@ -94,7 +96,8 @@ def sample(
     return Rollouts(
         prompts=[prompt for prompt, _ in mine],
         completions=[
-            str(policy.tokenizer.decode([t for t in c if t != eos_id], skip_special_tokens=True)) for c in completions
+            str(policy.tokenizer.decode([t for t in c if t not in policy.eos_ids], skip_special_tokens=True))
+            for c in completions
         ],
         answers=[answer for _, answer in mine],
         batch=batch,
@@ -117,7 +120,7 @@ def _decode(
     """Decode until every sequence of every rank has ended; returns tokens and logprobs [B, N'], N' at most N, on CPU."""
     warpers: list[Any] = [TopKLogitsWarper(top_k)] if top_k is not None else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
-    eos_id = policy.tokenizer.eos_token_id
+    eos_ids = torch.tensor(policy.eos_ids, device=policy.device)
     num_new = uniform_BN.shape[1]
     ids_BT, mask_BT = prompts.ids_BT, prompts.mask_BT
     ended_B = torch.zeros(len(ids_BT), dtype=torch.bool, device=policy.device)
@@ -129,8 +132,7 @@ def _decode(
             output = policy.forward(ids_BT, mask_BT, positions_BT, use_cache=True, past_key_values=cache, logits_to_keep=1)
         cache = output.past_key_values
         logits_BV = _whole(output.logits[:, -1])
-        with policy.failing_together():
-            _check_finite(logits_BV, policy)
+        check_finite(policy, logits_BV.float().logsumexp(-1), prompts, "sampling")
         scaled_BV = logits_BV.float() / temperature
         for warper in warpers:
             scaled_BV = warper(None, scaled_BV)
@@ -138,7 +140,7 @@ def _decode(
         token_B = _agree(policy, token_B)
         logprobs.append(token_logprobs(logits_BV, token_B, temperature=temperature).cpu())
         tokens.append(token_B.cpu())
-        ended_B |= token_B == eos_id
+        ended_B |= torch.isin(token_B, eos_ids)
         ids_BT = token_B.unsqueeze(-1)
         mask_BT = torch.cat([mask_BT, torch.ones_like(ids_BT)], dim=1)
         if not _continue(policy, running=not bool(ended_B.all())):
@@ -155,13 +157,17 @@ def _continue(policy: Policy, *, running: bool) -> bool:
     return bool(flag.item())
 
 
-def _check_finite(logits_BV: torch.Tensor, policy: Policy) -> None:
-    if not bool(torch.isfinite(logits_BV.float().logsumexp(-1)).all()):
-        raise FloatingPointError(
-            f"sampling met logits that are not finite at precision={policy.spec.precision!r} and "
-            f"output_dtype={policy.spec.output_dtype!r}: a value left the range of the dtype (float16 ends at 65504). "
-            "Use bfloat16 or float32 there."
-        )
+def _check_lengths(
+    policy: Policy, problems: Sequence[tuple[str, str]], prompt_ids: list[list[int]], max_new_tokens: int
+) -> None:
+    limit = policy.max_positions
+    for (prompt, _), ids in zip(problems, prompt_ids, strict=True):
+        if limit is not None and len(ids) + max_new_tokens > limit:
+            shown = prompt if len(prompt) < 60 else f"{prompt[:57]}..."
+            raise SpecError(
+                f"the prompt {shown!r} has {len(ids)} tokens; with max_new_tokens={max_new_tokens} that is more than the "
+                f"{limit} positions this model is made for (max_position_embeddings of its config)."
+            )
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:
@@ -183,9 +189,9 @@ def _agree(policy: Policy, token_B: torch.Tensor) -> torch.Tensor:
     return token_B
 
 
-def _completion_lengths(tokens_BN: torch.Tensor, eos_id: int) -> tuple[list[int], torch.Tensor]:
+def _completion_lengths(tokens_BN: torch.Tensor, eos_ids: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
     """Number of completion tokens up to and including the first end of sequence, and whether there is one, per row."""
-    is_eos_BN = tokens_BN == eos_id
+    is_eos_BN = torch.isin(tokens_BN, torch.tensor(eos_ids))
     stopped_B = is_eos_BN.any(-1)
     first_B = torch.where(stopped_B, is_eos_BN.int().argmax(-1) + 1, tokens_BN.shape[1])
     return first_B.tolist(), stopped_B

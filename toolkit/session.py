@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import uuid
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.engines import KernelRanks, LocalRanks
-from toolkit.errors import SpecError
+from toolkit.errors import SessionClosed, SpecError
 from toolkit.layout import (
     ModelFacts,
-    check_batch,
+    check_config,
+    check_length,
     check_output_dtype,
     check_temperature_order,
     check_token_ids,
@@ -37,42 +34,34 @@ if TYPE_CHECKING:
 class Session:
     """A sharded policy, ready to be stepped and looked into. Made by `launch`; a context manager.
 
-    Attributes:
-        spec: the policy's settings as they are now.
-        history: a row per step taken, as a DataFrame.
+    Its attributes are fixed: a misspelt one raises instead of doing nothing.
     """
 
-    def __init__(self, spec: PolicySpec, config: GRPOConfig, facts: ModelFacts, *, ranks: int, device: str) -> None:
-        self.spec = spec
-        self._config = config
-        self._facts = facts
-        self._device = device
-        self._key = uuid.uuid4().hex
+    __slots__ = (
+        "__weakref__", "_closers", "_config", "_device", "_facts", "_key", "_listeners", "_pending", "_ranks", "_records",
+        "_spec", "_task", "_worker",
+    )  # fmt: skip
+
+    def __init__(
+        self, key: str, ranks: Ranks, device: str, spec: PolicySpec, config: GRPOConfig, facts: ModelFacts, task: Task
+    ) -> None:
+        """Take over ranks on which the policy is built under `key`."""
+        from toolkit import worker
+
+        self._worker = worker
+        self._key, self._ranks, self._device = key, ranks, device
+        self._spec, self._config, self._facts, self._task = spec, config, facts, task
         self._records: list[StepRecord] = []
         self._pending: dict[str, Any] = {}  # live settings picked while a call was running
         self._listeners: list[Callable[[PolicySpec], None]] = []  # called after a live change
         self._closers: list[Callable[[], None]] = []
-        self._check_config(config, ranks)
-        self._ranks: Ranks = KernelRanks() if ranks == 1 else LocalRanks(ranks)
-        try:
-            with Bars() as bars:
-                if "toolkit.worker" not in sys.modules:
-                    bars.update("importing transformers and AutoModel", 0, 1, at_once=True)
-                from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
-            self._worker = worker
-            self._task = worker.resolve_task(config.task)
-            with Bars() as bars:
-                if ranks > 1:
-                    bars.update(f"starting {ranks} ranks", 0, 1, at_once=True)
-                self._ranks.connect(device)
-            self._ranks.call(worker.start, self._key, spec, device)
-        except BaseException:
-            self._ranks.close()
-            raise
-        if ranks == 1:  # a dropped session frees its model like a closed one; processes end with their Ranks
-            weakref.finalize(self, worker.drop, self._key)
 
     # ---- what it is
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The policy's settings as they are now; change live ones with `output_dtype` or `set_live`."""
+        return self._spec
 
     @property
     def num_ranks(self) -> int:
@@ -100,14 +89,10 @@ class Session:
 
     @config.setter
     def config(self, value: GRPOConfig) -> None:
-        self._check_config(value, self.num_ranks)
+        check_config(value, self._spec, self._facts, ranks=self.num_ranks)
         if value.task is not self._config.task:  # resolved once only: it may be an iterator
             self._task = self._worker.resolve_task(value.task)
         self._config = value
-
-    def _check_config(self, config: GRPOConfig, ranks: int) -> None:
-        check_batch(config, data_parallel_size=ranks // self.spec.tensor_parallel_size)
-        check_temperature_order(self.spec, config.temperature)
 
     @property
     def task(self) -> Task:
@@ -126,7 +111,8 @@ class Session:
         import pandas as pd
 
         per_rank = self.run(self._worker.units)
-        return pd.DataFrame([{"rank": r, **dataclasses.asdict(unit)} for r, found in enumerate(per_rank) for unit in found])
+        frame = pd.DataFrame([{"rank": r, **dataclasses.asdict(unit)} for r, found in enumerate(per_rank) for unit in found])
+        return frame[["rank", "name", "output_dtype", *(c for c in frame if c not in ("rank", "name", "output_dtype"))]]
 
     # ---- what it does
 
@@ -146,51 +132,64 @@ class Session:
         Ctrl-C stops at the next boundary; steps that are done stay done and are in `history`.
         """
         from toolkit.records import StepRecords
-        from toolkit.step import grpo_step
 
         check_whole("n", n)
-        task = self.task
         records = StepRecords()
         with Bars() as bars:
             for done in range(n):
                 bars.update("GRPO steps", done, n) if n > 1 else None
-                step = len(self._records)
-                problems = self._problems(task, self._config.num_prompts_per_step, step)
-                with count_interrupts() as interrupts:  # a step that is taken is booked before Ctrl-C ends the cell
-                    record = self._call(grpo_step, self._config, problems, task.reward, step)[0]
-                    self._records.append(record)
-                    records.append(record)
-                self._ranks.raise_late_interrupt()
-                if interrupts.count:
-                    raise KeyboardInterrupt
+                try:
+                    with count_interrupts() as interrupts:  # a step that is taken is booked before Ctrl-C ends the cell
+                        records.append(self._one_step())
+                    self._ranks.raise_late_interrupt()
+                    if interrupts.count:
+                        raise KeyboardInterrupt
+                except KeyboardInterrupt:
+                    raise KeyboardInterrupt(
+                        f"stopped after {len(records)} of {n} steps; they are in session.history"
+                    ) from None
         return records[0] if n == 1 else records
+
+    def _one_step(self) -> StepRecord:
+        from toolkit.step import grpo_step
+
+        with self._ranks.exclusively():  # another thread's step is another step
+            config, task, step = self._config, self._task, len(self._records)
+            problems = self._problems(task, config.num_prompts_per_step, step)
+            record: StepRecord = self._call(grpo_step, config, problems, task.reward, step)[0]
+            self._records.append(record)
+            return record
 
     def rollout(self, n: int | None = None) -> pd.DataFrame:
         """Sample and grade completions of `n` prompts (None: one step's worth) without training; a row each."""
         import pandas as pd
 
+        if n is not None:
+            check_whole("n", n)
         config = self._config if n is None else dataclasses.replace(self._config, num_prompts_per_step=n)
-        self._check_config(config, self.num_ranks)
-        task, step = self.task, len(self._records)
+        check_config(config, self._spec, self._facts, ranks=self.num_ranks)
+        task, step = self._task, len(self._records)
         problems = self._problems(task, config.num_prompts_per_step, step)
         per_rank = self.run(self._worker.rollout, config, problems, task.reward, step)
         return pd.DataFrame([row for rows in per_rank for row in rows])
 
     def evaluate(self, n: int | None = None) -> EvaluationRecord:
-        """Greedy accuracy on the task's held-out problems (the first `n`, None for all).
+        """Greedy completions of the task's held-out problems, graded: all, or `n` drawn at random (always the same).
 
         Raises:
             SpecError: the task holds nothing out.
         """
-        from toolkit.step import evaluate
+        from toolkit.records import EvaluationRecord
 
-        task = self.task
+        task = self._task
         if not task.held_out:
             raise SpecError(f"task {task.name!r} holds no problems out; make a tk.Task(..., held_out=[...]) to evaluate on.")
-        if n is not None:
-            check_whole("n", n)
-        problems = task.held_out[:n]
-        return cast("EvaluationRecord", self.run(evaluate, problems, task.reward, self._config.max_new_tokens)[0])
+        problems = task.held_out
+        if n is not None and check_whole("n", n) < len(problems):
+            problems = self._worker.draw_problems(problems, n, 0, 0)
+        per_rank = self.run(self._worker.evaluate, problems, task.reward, self._config.max_new_tokens)
+        rows = [row for rows in per_rank for row in rows]
+        return EvaluationRecord([row["reward"] for row in rows], rows, self._spec.output_dtype)
 
     def logprobs(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> np.ndarray[Any, Any]:
         """Logprobs of given tokens, each given those before it, as the training forward computes them.
@@ -206,7 +205,7 @@ class Session:
         """
         import numpy as np
 
-        rows = check_token_ids(token_ids, self._facts.vocab_size)
+        rows = check_token_ids(token_ids, self._facts)
         copies = self.spec.tensor_parallel_size
         padded = rows + rows[:1] * (-len(rows) % (self.num_ranks // copies))
         per_rank = self.run(self._worker.logprobs, padded, temperature)
@@ -235,8 +234,9 @@ class Session:
         if num_sequences is not None and sequence_length is not None:
             check_whole("num_sequences", num_sequences)
             check_whole("sequence_length", sequence_length, minimum=2)
+            check_length("sequence_length", sequence_length, self._facts)
             shape = (num_sequences, sequence_length)
-        task, step = self.task, len(self._records)
+        task, step = self._task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
         settings: dict[str, Any] = {"step": step, "output_dtype": output_dtype, "shape": shape}
         reports: list[MemoryReport] = self.run(measure, self._config, problems, task.reward, **settings)
@@ -263,8 +263,8 @@ class Session:
         """
         from toolkit.divergence import compare
 
-        rows = None if token_ids is None else check_token_ids(token_ids, self._facts.vocab_size)
-        task, step = self.task, len(self._records)
+        rows = None if token_ids is None else check_token_ids(token_ids, self._facts)
+        task, step = self._task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
         settings = {"problems": problems, "token_ids": rows, "reward": task.reward, "step": step}
         return cast("DivergenceReport", self.run(compare, self._config, a, b, common, **settings)[0])
@@ -273,6 +273,8 @@ class Session:
         """Measure memory under each output dtype and its divergence from the first; ends in a verdict in words."""
         from toolkit.tradeoffs import tradeoffs
 
+        if isinstance(dtypes, str):
+            raise SpecError(f"dtypes={dtypes!r}: give two or more, e.g. ('float32', 'bfloat16').")
         return tradeoffs(self, tuple(dtypes))
 
     # ---- live settings
@@ -285,6 +287,10 @@ class Session:
         Raises:
             SpecError: the combination is refused; nothing has changed.
         """
+        unknown = [name for name in settings if name not in self._worker.LIVE_FIELDS]
+        if unknown:
+            raise SpecError(f"{unknown[0]!r} cannot change on a live session; {', '.join(self._worker.LIVE_FIELDS)} can.")
+        self._ranks.raise_if_lost()
         if all(getattr(self.spec, name) == value for name, value in settings.items()) and not self._pending:
             return
         spec = dataclasses.replace(self.spec, **settings)
@@ -294,7 +300,7 @@ class Session:
             self._pending.update(settings)
             return
         self._ranks.call(self._worker.on_policy, self._key, self._worker.set_live, (settings,), {})
-        self.spec = spec
+        self._spec = spec
         for listener in list(self._listeners):
             listener(spec)
 
@@ -306,9 +312,7 @@ class Session:
     # ---- helpers
 
     def _problems(self, task: Task, count: int, step: int) -> list[tuple[str, str]]:
-        from toolkit.prompts import draw_problems
-
-        return draw_problems(task, count, self.spec.seed, step)
+        return self._worker.draw_problems(task.problems, count, self.spec.seed, step)
 
     def on_change(self, listener: Callable[[PolicySpec], None]) -> None:
         """Call `listener(spec)` after every live change."""
@@ -329,13 +333,17 @@ class Session:
         self._worker.drop(self._key)
 
     def __enter__(self) -> Session:
+        self._ranks.raise_if_lost()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     def __repr__(self) -> str:
+        state = f"{len(self._records)} steps"
+        if self._ranks.lost is not None:
+            state += ", closed" if isinstance(self._ranks.lost, SessionClosed) else ", ranks lost"
         return (
             f"Session({self.spec.model}: {self.num_ranks} {self._device} rank{'s' if self.num_ranks > 1 else ''}, "
-            f"{self.spec.precision} compute, {self.spec.output_dtype} outputs, {len(self._records)} steps)"
+            f"{self.spec.precision} compute, {self.spec.output_dtype} outputs, {state})"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def dtype_name(value: Any, field: str = "dtype") -> str:
     name = str(value).removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in DTYPES:
-        guess = difflib.get_close_matches(name, [*DTYPES, *_ALIASES], n=1)
+        guess = difflib.get_close_matches(name.lower(), [*DTYPES, *_ALIASES], n=1)
         hint = f" Did you mean {_ALIASES.get(guess[0], guess[0])!r}?" if guess else ""
         raise SpecError(f"{field}={value!r} is not a dtype this toolkit knows; choose one of {', '.join(DTYPES)}.{hint}")
     return name
@@ -73,19 +74,41 @@ def _one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise SpecError(f"{field}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}.")
 
 
-def check_whole(field: str, value: Any, minimum: int = 1) -> None:
-    """Raise a SpecError unless `value` is a whole number of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise SpecError(f"{field}={value!r} must be a whole number of at least {minimum}.")
+def _flag(field: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise SpecError(f"{field}={value!r} must be True or False.")
 
 
-def _number(field: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    in_range = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not in_range or (open_low and value == low):
-        bound = f"above {low}" if open_low else f"at least {low}"
+def check_whole(field: str, value: Any, minimum: int = 1, maximum: float = math.inf) -> int:
+    """Return `value` as an int; raise a SpecError unless it is a whole number from `minimum` to `maximum`."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)  # numpy's whole numbers too
+    if not whole or not minimum <= int(value) <= maximum:
+        bound = f" and at most {maximum:.0f}" if maximum < math.inf else ""
+        raise SpecError(f"{field}={value!r} must be a whole number of at least {minimum}{bound}.")
+    return int(value)
+
+
+def check_temperature(value: Any) -> float:
+    """Return a temperature as a float; raise a SpecError outside of [1e-3, 1e3].
+
+    Beyond these z/T loses every digit or leaves float32; at 0 it does not exist.
+    """
+    if value == 0:
         raise SpecError(
-            f"{field}={value!r} must be a number {bound}" + (f" and at most {high}." if high < math.inf else ".")
+            "temperature=0: 1/T is infinite, and greedy completions of one prompt are all the same, so every "
+            "advantage is 0. Use session.evaluate() for greedy accuracy; sample with a temperature above 0."
         )
+    return _number("temperature", value, 1e-3, 1e3)
+
+
+def _number(field: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
+    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (open_low and value == low):
+        bound = f"above {low}" if open_low else f"of at least {low}"
+        raise SpecError(
+            f"{field}={value!r} must be a finite number {bound}" + (f" and at most {high}." if high < math.inf else ".")
+        )
+    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +175,15 @@ class PolicySpec:
         if self.lm_head_precision is not None:
             object.__setattr__(self, "lm_head_precision", dtype_name(self.lm_head_precision, "lm_head_precision"))
         for field in ("cast_forward_inputs", "autocast", "sequence_parallel", "cpu_offload", "sequence_packing"):
-            _one_of(field, getattr(self, field), (True, False))
-        if self.activation_checkpointing == 1:  # True, NeMo-RL's way to say it
+            _flag(field, getattr(self, field))
+        if self.activation_checkpointing is True:  # NeMo-RL's way to say it
             object.__setattr__(self, "activation_checkpointing", "full")
         _one_of("activation_checkpointing", self.activation_checkpointing, (False, *get_args(Checkpointing)))
         _one_of("logprob_mode", self.logprob_mode, get_args(LogprobMode))
         _one_of("temperature_order", self.temperature_order, get_args(TemperatureOrder))
         _one_of("attn_implementation", self.attn_implementation, (None, "eager", "sdpa", "flash_attention_2"))
-        check_whole("tensor_parallel_size", self.tensor_parallel_size)
-        check_whole("seed", self.seed, minimum=0)
+        object.__setattr__(self, "tensor_parallel_size", check_whole("tensor_parallel_size", self.tensor_parallel_size))
+        object.__setattr__(self, "seed", check_whole("seed", self.seed, 0, 2**32 - 1))
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -192,7 +215,7 @@ class PolicySpec:
                     f"logprob_chunk_size={self.logprob_chunk_size} does nothing with logprob_mode={self.logprob_mode!r}, "
                     "which upcasts all logits at once. Set logprob_mode='chunked', or leave the chunk size at None."
                 )
-            check_whole("logprob_chunk_size", self.logprob_chunk_size)
+            object.__setattr__(self, "logprob_chunk_size", check_whole("logprob_chunk_size", self.logprob_chunk_size))
         if (
             self.attn_implementation == "eager"
             and self.cast_forward_inputs
@@ -277,25 +300,16 @@ class GRPOConfig:
     use_leave_one_out_baseline: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("num_prompts_per_step", "max_new_tokens"):
-            check_whole(field, getattr(self, field))
-        check_whole("warmup_steps", self.warmup_steps, minimum=0)
         if self.num_generations_per_prompt == 1:
             raise SpecError(
                 "num_generations_per_prompt=1: the baseline of a group is its mean reward, so the advantage of a group "
                 "of one is always 0 and nothing would be learned. Use 2 or more."
             )
-        check_whole("num_generations_per_prompt", self.num_generations_per_prompt, minimum=2)
-        if self.train_micro_batch_size is not None:
-            check_whole("train_micro_batch_size", self.train_micro_batch_size)
-        if self.top_k is not None:
-            check_whole("top_k", self.top_k)
-        if self.temperature == 0:
-            raise SpecError(
-                "temperature=0: 1/T is infinite, and greedy completions of one prompt are all the same, so every "
-                "advantage is 0. Use session.evaluate() for greedy accuracy; sample with a temperature above 0."
-            )
-        _number("temperature", self.temperature, 0, open_low=True)
+        whole = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 1, "warmup_steps": 0}
+        whole |= {name: 1 for name in ("train_micro_batch_size", "top_k") if getattr(self, name) is not None}
+        for field, minimum in whole.items():
+            object.__setattr__(self, field, check_whole(field, getattr(self, field), minimum))
+        object.__setattr__(self, "temperature", check_temperature(self.temperature))
         _number("top_p", self.top_p, 0, 1, open_low=True)
         _number("learning_rate", self.learning_rate, 0)
         _number("weight_decay", self.weight_decay, 0)
@@ -306,7 +320,7 @@ class GRPOConfig:
         if self.ratio_clip_c is not None:
             _number("ratio_clip_c", self.ratio_clip_c, 1, open_low=True)
         for field in ("token_level_loss", "normalize_rewards", "use_leave_one_out_baseline"):
-            _one_of(field, getattr(self, field), (True, False))
+            _flag(field, getattr(self, field))
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -24,9 +24,9 @@ from toolkit.advantages import group_advantages
 from toolkit.logprobs import next_token_logprobs
 from toolkit.losses import clipped_policy_gradient
 from toolkit.mismatch import mismatch_sums
-from toolkit.policy import Policy, by_mesh, set_optimizer
+from toolkit.policy import Policy, by_mesh, check_finite, set_optimizer
 from toolkit.prompts import Batch, Reward
-from toolkit.records import EvaluationRecord, StepRecord
+from toolkit.records import StepRecord
 from toolkit.rewards import exact_match, grade
 from toolkit.rollouts import Rollouts, sample
 from toolkit.spec import GRPOConfig
@@ -131,7 +131,9 @@ def score(policy: Policy, batch: Batch, temperature: float, micro_batch_size: in
         parts.append(forward_logprobs(policy, batch.rows(start, start + size), temperature))
         policy.progress("logprobs", min(start + size, batch.num_sequences), batch.num_sequences)
     fsdp.reshard(policy.model)
-    return torch.cat(parts)
+    logprobs_BT = torch.cat(parts)
+    check_finite(policy, logprobs_BT, batch, "scoring")
+    return logprobs_BT
 
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -203,7 +205,7 @@ def clip_gradients(policy: Policy, max_norm: float | None) -> float:
         raise FloatingPointError(
             f"the gradient norm is {float(total)}, first seen in {bad}; the step was dropped and no weight has changed. "
             f"At precision={policy.spec.precision!r} and output_dtype={policy.spec.output_dtype!r} a value left the range "
-            "of the dtype; bfloat16 has the range of float32."
+            "of the dtype (bfloat16 has the range of float32), or the reward is too large."
         )
     if max_norm is not None:
         for group in by_mesh(params):
@@ -276,18 +278,3 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[phase] = now - self._last
         self._last = now
-
-
-def evaluate(
-    policy: Policy, problems: list[tuple[str, str]], reward: Reward | None, max_new_tokens: int
-) -> EvaluationRecord:
-    """Greedy accuracy over all ranks. Problems that do not fill the last rank's share are graded once, not twice."""
-    count = len(problems)
-    padded = problems + problems[: -count % policy.data_size]
-    rollouts = sample(policy, padded, num_generations=1, max_new_tokens=max_new_tokens, temperature=1.0, greedy=True)
-    rewards_B = grade_together(policy, rollouts, reward)
-    first = policy.data_rank * (len(padded) // policy.data_size)
-    counted = rewards_B[: max(0, count - first)]
-    total = float(policy.sum_over_data(torch.tensor([float(counted.sum())], dtype=torch.float64)))
-    shown = zip(rollouts.prompts[:8], rollouts.completions, rollouts.answers, rewards_B.tolist(), strict=False)
-    return EvaluationRecord(total / count, count, policy.spec.output_dtype, list(shown))

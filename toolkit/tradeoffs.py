@@ -23,18 +23,20 @@ if TYPE_CHECKING:
 _WORTH_IT = 0.05
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class TradeoffReport(Report):
     """Peak memory under each output dtype, and the divergence of each from the first.
 
     Attributes:
         memory: a MemoryReport per dtype, in the order asked for.
         divergence: a DivergenceReport of the first dtype against each other one.
+        failures: why a dtype cannot be used at all, for those that left their range.
         verdict: what to do, in words, from these records.
     """
 
     memory: dict[str, MemoryReport]
     divergence: dict[str, DivergenceReport]
+    failures: dict[str, str]
     verdict: str
 
     @property
@@ -90,15 +92,23 @@ def tradeoffs(session: Session, dtypes: tuple[str, ...]) -> TradeoffReport:
     names = list(dict.fromkeys(dtype_name(d, "dtypes") for d in dtypes))
     if len(names) < 2:
         raise SpecError(f"dtypes={dtypes!r}: a tradeoff needs two or more different dtypes; the first is the reference.")
-    memory = {name: session.memory(output_dtype=name) for name in names}
-    divergence = {name: session.divergence(names[0], name) for name in names[1:]}
-    return TradeoffReport(memory, divergence, verdict(memory, divergence))
+    memory = {names[0]: session.memory(output_dtype=names[0])}
+    divergence: dict[str, DivergenceReport] = {}
+    failures: dict[str, str] = {}
+    for name in names[1:]:
+        try:
+            measured, compared = session.memory(output_dtype=name), session.divergence(names[0], name)
+        except FloatingPointError as error:  # float16 overflows on some models: that is its verdict
+            failures[name] = str(error)
+        else:
+            memory[name], divergence[name] = measured, compared
+    return TradeoffReport(memory, divergence, failures, verdict(memory, divergence, failures))
 
 
-def verdict(memory: dict[str, MemoryReport], divergence: dict[str, DivergenceReport]) -> str:
+def verdict(memory: dict[str, MemoryReport], divergence: dict[str, DivergenceReport], failures: dict[str, str]) -> str:
     """The answer in words. `memory`'s first dtype is the reference that `divergence` compares with."""
     reference, *others = memory
-    sentences = []
+    sentences = [f"{dtype} outputs cannot be used: {why}" for dtype, why in failures.items()]
     for dtype in others:
         change = memory[dtype].peak_bytes - memory[reference].peak_bytes
         metrics = divergence[dtype].metrics

@@ -9,9 +9,13 @@ import numpy as np
 import torch
 
 from toolkit import fsdp
-from toolkit.policy import Policy, build, switch
+from toolkit.build import build
+from toolkit.policy import LIVE_FIELDS as LIVE_FIELDS
+from toolkit.policy import Policy, switch
 from toolkit.prompts import Reward, make_batch
+from toolkit.prompts import draw_problems as draw_problems
 from toolkit.prompts import resolve_task as resolve_task
+from toolkit.rollouts import sample
 from toolkit.spec import GRPOConfig, PolicySpec
 from toolkit.step import grade_together, sample_step, score
 
@@ -70,6 +74,28 @@ def rollout(
             "mean_logprob": float(mean_B[b]),
         }
         for b in range(len(rollouts.prompts))
+    ]
+
+
+def evaluate(
+    policy: Policy, problems: list[tuple[str, str]], reward: Reward | None, max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """Grade greedy completions; a row per problem of this rank's share."""
+    padded = problems + problems[:1] * (-len(problems) % policy.data_size)
+    rollouts = sample(policy, padded, num_generations=1, max_new_tokens=max_new_tokens, temperature=1.0, greedy=True)
+    rewards_B = grade_together(policy, rollouts, reward)
+    if policy.mesh["tp"].get_local_rank() > 0:
+        return []  # the same as its first tensor-parallel peer
+    first = policy.data_rank * len(rollouts.prompts)
+    mine = range(min(len(rollouts.prompts), len(problems) - first))  # what fills up the last share is not counted
+    return [
+        {
+            "prompt": rollouts.prompts[b],
+            "completion": rollouts.completions[b],
+            "answer": rollouts.answers[b],
+            "reward": float(rewards_B[b]),
+        }
+        for b in mine
     ]
 
 
