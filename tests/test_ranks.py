@@ -254,13 +254,11 @@ def test_ctrl_c_in_mid_step_leaves_the_next_step_as_undisturbed(ranks: int) -> N
         seconds = sum(session._records[0].seconds.values())
         for fraction in (0.1, 0.2, 0.4, 0.9):  # in sampling, scoring, training, and at the end: never half a step
             taken = len(session.history)
+            interrupt_later(0.05 + fraction * seconds * 0.6)
             with pytest.raises(KeyboardInterrupt) as stopped:
-                interrupt_later(0.05 + fraction * seconds * 0.6)
                 session.grpo_step(100)
-            assert (
-                str(stopped.value)
-                == f"stopped after {len(session.history) - taken} of 100 steps; they are in session.history"
-            )
+            now = len(session.history) - taken
+            assert str(stopped.value) == f"stopped after {now} of 100 steps; they are in session.history"
         session.grpo_step(3)
         # A step that was done when Ctrl-C came is in the history, one that was not will be taken again.
         assert [record.metrics for record in session._records[:3]] == straight
