@@ -18,6 +18,26 @@ from toolkit.errors import SpecError
 from toolkit.spec import GRPOConfig, PolicySpec, check_whole
 
 
+#: Architectures whose loss and gradients under tensor parallelism were compared with one rank's (tests/test_layouts.py),
+#: and whether AutoModel's plan for them shards the sequence too. Others may run and be silently wrong: a fused
+#: gate_up_proj cut in two by Glm4's plan moves the loss, Qwen3-MoE's k_norm gradient comes out at half its size.
+TENSOR_PARALLEL = {
+    "LlamaForCausalLM": True,
+    "Qwen2ForCausalLM": True,
+    "Qwen3ForCausalLM": True,
+    "Gemma3ForCausalLM": True,
+    "CohereForCausalLM": False,
+    "Ernie4_5ForCausalLM": False,
+    "GPTNeoXForCausalLM": False,
+    "Gemma2ForCausalLM": False,
+    "GraniteForCausalLM": False,
+    "MistralForCausalLM": False,
+    "Phi3ForCausalLM": False,
+    "SmolLM3ForCausalLM": False,
+    "Starcoder2ForCausalLM": False,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What a model's config says that the checks need; read without importing torch."""
@@ -111,6 +131,7 @@ def check_layout(spec: PolicySpec, facts: ModelFacts, *, ranks: int, device: str
             + (f"Use ranks={tp * (ranks // tp)} or ranks={tp * (ranks // tp + 1)}." if ranks > tp else f"Use ranks={tp}.")
         )
     if tp > 1:
+        _check_architecture(spec, facts)
         sizes = {
             "vocab_size": facts.vocab_size,
             "num_attention_heads": facts.num_heads,
@@ -132,6 +153,21 @@ def check_layout(spec: PolicySpec, facts: ModelFacts, *, ranks: int, device: str
         raise SpecError("cpu_offload=True does nothing on device='cpu': everything is in host memory already.")
     if device == "cpu" and spec.attn_implementation == "flash_attention_2":
         raise SpecError("attn_implementation='flash_attention_2' has no CPU kernel. Use 'sdpa' or 'eager'.")
+
+
+def _check_architecture(spec: PolicySpec, facts: ModelFacts) -> None:
+    if facts.architecture not in TENSOR_PARALLEL:
+        raise SpecError(
+            f"tensor_parallel_size={spec.tensor_parallel_size}: {facts.architecture} was not compared with one rank under "
+            "AutoModel's tensor-parallel plans, and for some architectures these give wrong gradients silently. Use "
+            f"tensor_parallel_size=1 (FSDP shards over all ranks), or one of {', '.join(TENSOR_PARALLEL)}."
+        )
+    if spec.sequence_parallel and not TENSOR_PARALLEL[facts.architecture]:
+        known = ", ".join(name for name, shards_sequence in TENSOR_PARALLEL.items() if shards_sequence)
+        raise SpecError(
+            f"sequence_parallel=True: AutoModel's plan for {facts.architecture} does not shard the sequence, so this would do "
+            f"nothing or fail. Use sequence_parallel=False, or one of {known}."
+        )
 
 
 def check_output_dtype(spec: PolicySpec, *, head_in_root: bool) -> None:
