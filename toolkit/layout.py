@@ -17,7 +17,6 @@ from typing import Any
 from toolkit.errors import SpecError
 from toolkit.spec import GRPOConfig, PolicySpec, check_whole
 
-
 #: Architectures whose loss and gradients under tensor parallelism were compared with one rank's (tests/test_layouts.py),
 #: and whether AutoModel's plan for them shards the sequence too. Others may run and be silently wrong: a fused
 #: gate_up_proj cut in two by Glm4's plan moves the loss, Qwen3-MoE's k_norm gradient comes out at half its size.
@@ -165,8 +164,8 @@ def _check_architecture(spec: PolicySpec, facts: ModelFacts) -> None:
     if spec.sequence_parallel and not TENSOR_PARALLEL[facts.architecture]:
         known = ", ".join(name for name, shards_sequence in TENSOR_PARALLEL.items() if shards_sequence)
         raise SpecError(
-            f"sequence_parallel=True: AutoModel's plan for {facts.architecture} does not shard the sequence, so this would do "
-            f"nothing or fail. Use sequence_parallel=False, or one of {known}."
+            f"sequence_parallel=True: AutoModel's plan for {facts.architecture} does not shard the sequence, so this would "
+            f"do nothing or fail. Use sequence_parallel=False, or one of {known}."
         )
 
 
