@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 import toolkit as tk
 from toolkit.magics import ToolkitError
 
-NAMES = ("output_dtype", "grpo", "memory", "divergence")
+NAMES = ("output_dtype", "grpo", "memory", "divergence")  # the line magics
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_loading_twice_and_reloading_is_the_same_as_once(ip: InteractiveShell) -
 def test_unloading_removes_them(ip: InteractiveShell) -> None:
     ip.run_line_magic("unload_ext", "toolkit")
     assert not set(NAMES) & set(ip.magics_manager.magics["line"])
+    assert "ranks" not in ip.magics_manager.magics["cell"]
     ip.run_line_magic("load_ext", "toolkit")
     assert set(NAMES) <= set(ip.magics_manager.magics["line"])
 
@@ -123,3 +124,35 @@ def test_completion_offers_the_dtypes(ip: InteractiveShell) -> None:
     completer.use_jedi = False
     _, matches = completer.complete(line_buffer="%output_dtype bf", cursor_pos=16)
     assert any("bfloat16" in match for match in matches)
+
+
+def test_ranks_runs_a_cell_on_every_rank(
+    ip: InteractiveShell, two_ranks: tk.Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ip.user_ns["other"] = two_ranks
+    ip.run_cell_magic("ranks", "-s other", "held = torch.tensor([rank + 1.0])\nprint('here', rank)\n")
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] here 0", "[rank 1] here 1"]
+    ip.run_cell_magic("ranks", "-s other", "dist.all_reduce(held)\nheld")  # the variable is still there
+    assert capsys.readouterr().out == "[rank 0] tensor([3.])\n[rank 1] tensor([3.])\n"
+    ip.run_cell_magic("ranks", "-s other -o kept", "sum(p.to_local().numel() for p in model.parameters())")
+    total = ip.user_ns["kept"]
+    assert sum(total) == sum(unit.num_parameters for unit in two_ranks.run(units_of)[0])
+    assert capsys.readouterr().out == ""
+
+
+def units_of(policy: Any) -> Any:
+    from toolkit import fsdp
+
+    return fsdp.inspect_units(policy.model)
+
+
+def test_a_failing_rank_cell_shows_its_line_and_rank(ip: InteractiveShell, two_ranks: tk.Session) -> None:
+    ip.user_ns["other"] = two_ranks
+    with pytest.raises(ZeroDivisionError) as error:
+        ip.run_cell_magic("ranks", "-s other", "x = 1\nx / (rank - 1)\n")
+    assert error.value.rank == 1  # type: ignore[attr-defined]
+    assert "x / (rank - 1)" in error.value.__notes__[0]
+    with pytest.raises(SyntaxError):
+        ip.run_cell_magic("ranks", "-s other", "x = = 1")
+    ip.run_cell_magic("ranks", "-s other -o kept", "x")
+    assert ip.user_ns["kept"] == [1, 1]

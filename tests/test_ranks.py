@@ -131,7 +131,9 @@ def test_a_failure_beside_a_waiting_peer_ends_the_gang_and_says_what_was_lost(ga
 
     gang.grace_seconds = 1.0
     started = time.monotonic()
-    with pytest.raises(RanksLost, match=r"rank 1 did not return after a failure.*Launch the session again") as error:
+    with pytest.raises(
+        RanksLost, match=r"rank 1 did not return after a failure.*session.restart\(\) goes back to the last save"
+    ) as error:
         gang.call(fail_beside_a_collective)
     assert time.monotonic() - started < 5
     assert isinstance(error.value.__cause__, OddError)

@@ -3,10 +3,10 @@
 What does the FSDP2 output dtype save in memory and cost in nats, for your model and your recipe? The package follows the
 data; a module imports only from those before it:
 
-    spec -> layout -> ranks -> engines -> fsdp -> policy -> prompts -> rollouts -> rewards -> advantages -> logprobs
-         -> losses -> step
-    instruments read along the way: ledger -> memory, mismatch -> divergence -> cause, tradeoffs
-    surface on top: worker -> session -> launching -> figures -> widgets -> magics -> notebook
+    spec -> layout -> ranks -> engines -> fsdp -> prompts -> policy -> build -> rollouts -> rewards -> advantages
+         -> logprobs -> losses -> step -> checkpoint
+    instruments read along the way: fsdp_watch -> ledger -> memory, mismatch -> cause -> divergence -> tradeoffs
+    surface on top: worker -> live -> session -> launching -> figures -> widgets -> magics -> notebook
 
 Importing `toolkit` imports neither torch nor transformers; the first `launch` does.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.errors import SessionClosed as SessionClosed
     from toolkit.errors import SpecError as SpecError
     from toolkit.launching import launch as launch
+    from toolkit.launching import resume as resume
     from toolkit.logprobs import token_logprobs as token_logprobs
     from toolkit.memory import MemoryReport as MemoryReport
     from toolkit.models import tiny_policy as tiny_policy
@@ -49,6 +50,7 @@ _HOMES = {
     "TradeoffReport": "tradeoffs",
     "dtype_picker": "widgets",
     "launch": "launching",
+    "resume": "launching",
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
 }

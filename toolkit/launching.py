@@ -1,4 +1,4 @@
-"""Launch a session: check everything that can be checked, start the ranks, tie widgets to the live settings."""
+"""Launch or resume a session: check everything that can be checked, start the ranks, tie widgets to the live settings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import dataclasses
 import sys
 import uuid
 import weakref
+from pathlib import Path
 from typing import Any
 
 from toolkit.engines import KernelRanks, LocalRanks, local_ranks_warm_up
 from toolkit.errors import SpecError
 from toolkit.layout import ModelFacts, check_config, check_layout, model_facts
+from toolkit.live import saved_session
 from toolkit.progress import Bars
 from toolkit.ranks import Ranks
 from toolkit.session import Session
@@ -23,6 +25,8 @@ def launch(
     ranks: int = 1,
     device: str | None = None,
     config: GRPOConfig | None = None,
+    checkpoint_dir: str | Path | None = None,
+    save_period: int | None = None,
     **fields: Any,
 ) -> Session:
     """Shard a model over ranks and return the live session.
@@ -32,6 +36,8 @@ def launch(
         ranks: 1 is the kernel itself; more are processes on this machine, one per GPU, or on CPU over gloo.
         device: "cpu" or "cuda"; None takes GPUs if there are any.
         config: the GRPO settings; or give its fields by name.
+        checkpoint_dir: save there after every `save_period` steps (default 1), so that `session.restart()` and
+            `tk.resume(checkpoint_dir)` go on from the last of them.
         **fields: fields of `PolicySpec` and `GRPOConfig`, over those of `spec` and `config`. A field may be a widget: its
             value is read now, and a later change reaches the live session.
 
@@ -59,31 +65,88 @@ def launch(
     device, num_gpus = _devices(device)
     check_layout(spec, facts, ranks=ranks, device=device, num_gpus=num_gpus)
     check_config(config, spec, facts, ranks=ranks)
-    session = _start(spec, config, facts, ranks, device)
+    session = _start(spec, config, facts, ranks, device, _autosave(checkpoint_dir, save_period))
     for name, widget in widgets.items():
         _bind(session, name, widget)
     return session
 
 
-def _start(spec: PolicySpec, config: GRPOConfig, facts: ModelFacts, num_ranks: int, device: str) -> Session:
+def resume(
+    folder: str | Path, *, ranks: int | None = None, device: str | None = None, task: Any = None, **fields: Any
+) -> Session:
+    """Go on with a session saved by `Session.save`: its weights, moments, settings and history, on any number of ranks.
+
+    Load only what you saved yourself: torch's checkpoint format holds pickles.
+
+    Args:
+        folder: what `save` or `checkpoint_dir` wrote to.
+        ranks: None takes as many as were saved.
+        task: the task, unless it was one of the toolkit's by name.
+        **fields: other settings to go on with, as in `launch`.
+
+    Raises:
+        FileNotFoundError: no session was saved there, or its model is gone.
+        SpecError: the save is cut off, its task has to be given, or a setting is refused.
+    """
+    folder = Path(folder).expanduser().absolute()
+    saved = saved_session(folder)
+    config = dict(saved["config"])
+    if task is not None:
+        config["task"] = task
+    if config["task"] is None:
+        raise SpecError(
+            f"resume({str(folder)!r}): the session ran a task of your own; give it again: tk.resume(..., task=...)."
+        )
+    session = launch(
+        PolicySpec(**saved["spec"]), ranks=ranks or saved["ranks"], device=device, config=GRPOConfig(**config), **fields
+    )
+    try:
+        from toolkit.records import StepRecord
+
+        session._load(folder, [StepRecord.from_json(record) for record in saved["records"]])
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def _autosave(folder: str | Path | None, period: int | None) -> tuple[Path, int] | None:
+    if folder is None:
+        if period is not None:
+            raise SpecError(f"save_period={period} does nothing without a checkpoint_dir to save to.")
+        return None
+    return Path(folder).expanduser().absolute(), check_whole("save_period", 1 if period is None else period)
+
+
+def _start(
+    spec: PolicySpec,
+    config: GRPOConfig,
+    facts: ModelFacts,
+    num_ranks: int,
+    device: str,
+    autosave: tuple[Path, int] | None,
+) -> Session:
     """Start the ranks and build the policy on them; on any failure nothing stays."""
     key = uuid.uuid4().hex
-    ranks: Ranks = KernelRanks() if num_ranks == 1 else LocalRanks(num_ranks)
-    try:
-        with Bars() as bars:
-            if "toolkit.worker" not in sys.modules:
-                bars.update("importing transformers and AutoModel", 0, 1, at_once=True)
-            from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
-        task = worker.resolve_task(config.task)
-        with Bars() as bars:
-            if num_ranks > 1:
-                bars.update(f"starting {num_ranks} ranks", 0, 1, at_once=True)
-            ranks.connect(device)
-        ranks.call(worker.start, key, spec, device)
-    except BaseException:
-        ranks.close()
-        raise
-    session = Session(key, ranks, device, spec, config, facts, task)
+    with Bars() as bars:
+        if "toolkit.worker" not in sys.modules:
+            bars.update("importing transformers and AutoModel", 0, 1, at_once=True)
+        from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
+
+    def start(spec: PolicySpec) -> Ranks:
+        ranks: Ranks = KernelRanks() if num_ranks == 1 else LocalRanks(num_ranks)
+        try:
+            with Bars() as bars:
+                if num_ranks > 1:
+                    bars.update(f"starting {num_ranks} ranks", 0, 1, at_once=True)
+                ranks.connect(device)
+            ranks.call(worker.start, key, spec, device)
+        except BaseException:
+            ranks.close()
+            raise
+        return ranks
+
+    session = Session(key, start, device, spec, config, facts, worker.resolve_task(config.task), autosave)
     if num_ranks == 1:  # a dropped session frees its model like a closed one; processes end with their Ranks
         weakref.finalize(session, worker.drop, key)
     return session

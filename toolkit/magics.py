@@ -6,10 +6,11 @@ They act on the session given by `--session NAME`, else on the one session among
 from __future__ import annotations
 
 import keyword
+import sys
 from typing import Any, cast
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from toolkit.engines import local_ranks_warm_up
@@ -103,6 +104,29 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
             common["temperature_order"] = args.temperature_order
         return self._store(args.out, lambda: session.divergence(args.a, args.b, **common))
 
+    @magic_arguments()
+    @_SESSION
+    @_OUT
+    @cell_magic
+    def ranks(self, line: str, cell: str) -> None:
+        """Run the cell on every rank, where `policy`, `model`, `rank`, `torch` and `dist` are known.
+
+        What it prints, and the value of its last expression, is shown by rank; `-o NAME` stores the values instead, a list
+        in rank order. Variables stay on the ranks for later cells; those of the notebook are not there.
+
+        Example: %%ranks -o norms
+        """
+        args = self._arguments(self.ranks, line)
+        session = self._session(args.session)
+        if args.out is not None:
+            self._store(args.out, lambda: session.run_cell(cell))
+            return
+        with _Friendly():
+            texts = session.run_cell(cell, as_text=True)
+        for rank, text in enumerate(texts):
+            if text is not None:
+                sys.stdout.write(f"[rank {rank}] {text}\n")
+
     # ---- helpers
 
     def _arguments(self, magic: Any, line: str) -> Any:
@@ -158,7 +182,7 @@ class _Friendly:
             raise ToolkitError(str(error)) from None
 
 
-_NAMES = ("output_dtype", "grpo", "memory", "divergence")
+_LINE_MAGICS = ("output_dtype", "grpo", "memory", "divergence")
 
 
 def load(ipython: Any) -> None:
@@ -171,6 +195,7 @@ def load(ipython: Any) -> None:
 
 def unload(ipython: Any) -> None:
     """Remove the magics."""
-    for name in _NAMES:
+    for name in _LINE_MAGICS:
         ipython.magics_manager.magics["line"].pop(name, None)
+    ipython.magics_manager.magics["cell"].pop("ranks", None)
     ipython.configurables[:] = [c for c in ipython.configurables if type(c).__name__ != "ToolkitMagics"]

@@ -239,7 +239,7 @@ class Ranks:
     def _abort(self, why: str, errors: dict[int, Message], rank: int | None = None) -> None:
         if isinstance(self.lost, SessionClosed):  # closed from another thread; that is why they are gone
             raise self.lost
-        message = f"{why}; all ranks were stopped and their state is lost. Launch the session again."
+        message = f"{why}; all ranks were stopped and their state is lost. session.restart() goes back to the last save."
         self.lost = RanksLost(message, rank)
         self._kill()
         cause = _first_error(errors) if errors else None

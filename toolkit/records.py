@@ -78,6 +78,13 @@ class StepRecord(Report):
     seconds: dict[str, float]
     examples: list[tuple[str, str, str, float]] = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> StepRecord:
+        """The record that `to_json` wrote, parsed; a null metric is NaN again."""
+        metrics = {name: math.nan if value is None else value for name, value in record["metrics"].items()}
+        examples = [tuple(example) for example in record["examples"]]
+        return cls(record["step"], record["output_dtype"], metrics, record["seconds"], examples)
+
     @property
     def summary(self) -> dict[str, Any]:
         total = sum(self.seconds.values())

@@ -1,24 +1,17 @@
-"""A live policy on its ranks, as the notebook sees it: step it, look into it, switch it, close it."""
+"""A live policy on its ranks, as the notebook sees it: step it and look into it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.errors import SessionClosed, SpecError
-from toolkit.layout import (
-    ModelFacts,
-    check_config,
-    check_length,
-    check_output_dtype,
-    check_temperature_order,
-    check_token_ids,
-)
+from toolkit.layout import check_config, check_length, check_token_ids
+from toolkit.live import LivePolicy
 from toolkit.progress import Bars
-from toolkit.ranks import Ranks, count_interrupts
-from toolkit.spec import GRPOConfig, PolicySpec, check_whole
+from toolkit.ranks import count_interrupts
+from toolkit.spec import GRPOConfig, check_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,56 +24,12 @@ if TYPE_CHECKING:
     from toolkit.tradeoffs import TradeoffReport
 
 
-class Session:
-    """A sharded policy, ready to be stepped and looked into. Made by `launch`; a context manager.
+class Session(LivePolicy):
+    """A sharded policy, ready to be stepped and looked into. Made by `launch` or `resume`; a context manager."""
 
-    Its attributes are fixed: a misspelt one raises instead of doing nothing.
-    """
-
-    __slots__ = (
-        "__weakref__", "_closers", "_config", "_device", "_facts", "_key", "_listeners", "_pending", "_ranks", "_records",
-        "_spec", "_task", "_worker",
-    )  # fmt: skip
-
-    def __init__(
-        self, key: str, ranks: Ranks, device: str, spec: PolicySpec, config: GRPOConfig, facts: ModelFacts, task: Task
-    ) -> None:
-        """Take over ranks on which the policy is built under `key`."""
-        from toolkit import worker
-
-        self._worker = worker
-        self._key, self._ranks, self._device = key, ranks, device
-        self._spec, self._config, self._facts, self._task = spec, config, facts, task
-        self._records: list[StepRecord] = []
-        self._pending: dict[str, Any] = {}  # live settings picked while a call was running
-        self._listeners: list[Callable[[PolicySpec], None]] = []  # called after a live change
-        self._closers: list[Callable[[], None]] = []
+    __slots__ = ()
 
     # ---- what it is
-
-    @property
-    def spec(self) -> PolicySpec:
-        """The policy's settings as they are now; change live ones with `output_dtype` or `set_live`."""
-        return self._spec
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return self._ranks.n
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the session can still be used."""
-        return self._ranks.lost is None
-
-    @property
-    def output_dtype(self) -> str:
-        """The FSDP output dtype; set it to switch every unit of every rank, from the next forward on, with no rebuild."""
-        return self.spec.output_dtype
-
-    @output_dtype.setter
-    def output_dtype(self, value: str) -> None:
-        self.set_live(output_dtype=value)
 
     @property
     def config(self) -> GRPOConfig:
@@ -116,15 +65,22 @@ class Session:
 
     # ---- what it does
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `fn(policy, *args, **kwargs)` on every rank, also a function defined in the notebook; results by rank."""
-        results = self._call(fn, *args, **kwargs)
-        self._ranks.raise_late_interrupt()
-        return results
+    def run_cell(self, source: str, *, as_text: bool = False) -> list[Any]:
+        """Run a cell's code on every rank, where `policy`, `model`, `rank`, `torch` and `dist` are known (`%%ranks`).
 
-    def _call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        self._apply_pending()
-        return self._ranks.call(self._worker.on_policy, self._key, fn, args, kwargs)
+        Variables stay on the rank for later cells. The notebook's are not there: `run(fn, *args)` sends what it needs.
+
+        Args:
+            as_text: bring back the repr of results instead of the results, for what cannot or should not travel.
+
+        Returns:
+            The value of the last expression, by rank.
+
+        Raises:
+            SyntaxError: before anything was sent.
+        """
+        compile(source, "<%%ranks>", "exec")
+        return self.run(self._worker.run_cell, self._key, source, as_text)
 
     def grpo_step(self, n: int = 1) -> StepRecord | StepRecords:
         """Take `n` GRPO steps; returns the record of the step, or a list of records if `n` is more than 1.
@@ -158,6 +114,7 @@ class Session:
             problems = self._problems(task, config.num_prompts_per_step, step)
             record: StepRecord = self._call(grpo_step, config, problems, task.reward, step)[0]
             self._records.append(record)
+            self._save_if_due()
             return record
 
     def rollout(self, n: int | None = None) -> pd.DataFrame:
@@ -277,67 +234,11 @@ class Session:
             raise SpecError(f"dtypes={dtypes!r}: give two or more, e.g. ('float32', 'bfloat16').")
         return tradeoffs(self, tuple(dtypes))
 
-    # ---- live settings
-
-    def set_live(self, **settings: Any) -> None:
-        """Change live settings (`policy.LIVE_FIELDS`) of every rank; acts from the next forward on, with no rebuild.
-
-        Called from another thread while a call runs (a widget's callback), it acts from the next call on.
-
-        Raises:
-            SpecError: the combination is refused; nothing has changed.
-        """
-        unknown = [name for name in settings if name not in self._worker.LIVE_FIELDS]
-        if unknown:
-            raise SpecError(f"{unknown[0]!r} cannot change on a live session; {', '.join(self._worker.LIVE_FIELDS)} can.")
-        self._ranks.raise_if_lost()
-        if all(getattr(self.spec, name) == value for name, value in settings.items()) and not self._pending:
-            return
-        spec = dataclasses.replace(self.spec, **settings)
-        check_output_dtype(spec, head_in_root=self._facts.tied_head)
-        check_temperature_order(spec, self._config.temperature)
-        if self._ranks.busy:  # a widget's callback, on another thread, in mid-call: from the next call on
-            self._pending.update(settings)
-            return
-        self._ranks.call(self._worker.on_policy, self._key, self._worker.set_live, (settings,), {})
-        self._spec = spec
-        for listener in list(self._listeners):
-            listener(spec)
-
-    def _apply_pending(self) -> None:
-        while self._pending:
-            settings, self._pending = self._pending, {}
-            self.set_live(**settings)
-
     # ---- helpers
 
     def _problems(self, task: Task, count: int, step: int) -> list[tuple[str, str]]:
-        return self._worker.draw_problems(task.problems, count, self.spec.seed, step)
-
-    def on_change(self, listener: Callable[[PolicySpec], None]) -> None:
-        """Call `listener(spec)` after every live change."""
-        self._listeners.append(listener)
-
-    def on_close(self, closer: Callable[[], None]) -> None:
-        """Call `closer()` when the session is closed."""
-        self._closers.append(closer)
-
-    # ---- ending
-
-    def close(self) -> None:
-        """End the ranks and free the model. Calling it again does nothing."""
-        while self._closers:
-            self._closers.pop()()
-        self._listeners.clear()
-        self._ranks.close()
-        self._worker.drop(self._key)
-
-    def __enter__(self) -> Session:
-        self._ranks.raise_if_lost()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        drawn: list[tuple[str, str]] = self._worker.draw_problems(task.problems, count, self.spec.seed, step)
+        return drawn
 
     def __repr__(self) -> str:
         state = f"{len(self._records)} steps"

@@ -37,4 +37,9 @@ def show_source(function: FunctionType, source: str | None) -> None:
         return
     name = f"<{function.__module__} {function.__qualname__} {hash(source):x}>"
     function.__code__ = function.__code__.replace(co_filename=name)
+    show_lines(name, source)
+
+
+def show_lines(name: str, source: str) -> None:
+    """Let tracebacks show the lines of code compiled under a made-up file name."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)

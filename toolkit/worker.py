@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from toolkit import fsdp
 from toolkit.build import build
+from toolkit.checkpoint import load as load
+from toolkit.checkpoint import save as save
 from toolkit.policy import LIVE_FIELDS as LIVE_FIELDS
 from toolkit.policy import Policy, switch
 from toolkit.prompts import Reward, make_batch
 from toolkit.prompts import draw_problems as draw_problems
 from toolkit.prompts import resolve_task as resolve_task
 from toolkit.rollouts import sample
+from toolkit.sources import show_lines
 from toolkit.spec import GRPOConfig, PolicySpec
 from toolkit.step import grade_together, sample_step, score
 
 _policies: dict[str, Policy] = {}
+_variables: dict[str, dict[str, Any]] = {}  # of the cells run on this rank
 
 
 def start(key: str, spec: PolicySpec, device: str) -> list[fsdp.Unit]:
@@ -41,6 +47,27 @@ def on_policy(key: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 def drop(key: str) -> None:
     """Free this rank's part of the policy (of a session in the kernel; others end with their process)."""
     _policies.pop(key, None)
+    _variables.pop(key, None)
+
+
+def run_cell(policy: Policy, key: str, source: str, as_text: bool) -> Any:
+    """Run a cell's code on this rank; its variables are there again in the session's next cell.
+
+    Returns:
+        The value of its last expression (its repr if `as_text`, so that it need not travel), None if it ends otherwise.
+    """
+    variables = _variables.setdefault(key, {"__name__": "ranks", "torch": torch, "dist": dist})
+    variables |= {"policy": policy, "model": policy.model, "rank": dist.get_rank()}
+    name = f"<%%ranks {hash(source):x}>"
+    show_lines(name, source)
+    body = ast.parse(source, name)
+    last = body.body[-1] if body.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(body, name, "exec"), variables)
+        return None
+    exec(compile(ast.Module(body.body[:-1], []), name, "exec"), variables)
+    value = eval(compile(ast.Expression(last.value), name, "eval"), variables)
+    return repr(value) if as_text and value is not None else value
 
 
 def units(policy: Policy) -> list[fsdp.Unit]:
