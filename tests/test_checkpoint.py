@@ -17,6 +17,8 @@ from toolkit.errors import RanksLost, SessionClosed, SpecError
 from toolkit.live import SESSION_FILE
 from toolkit.policy import Policy
 
+from .faults import fault
+
 FIELDS: dict[str, Any] = {
     "num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_new_tokens": 5, "learning_rate": 1e-4,
     "warmup_steps": 3,
@@ -89,6 +91,11 @@ def test_saved_before_the_first_step_has_no_moments(tmp_path: Path) -> None:
         assert [without_times(r) for r in session.grpo_step(2)] == [without_times(r) for r in straight]
 
 
+@fault(
+    "`session.restart()` with a `checkpoint_dir`",
+    "what was lost, in words",
+    "the session from its last completed step; steps go on bit for bit",
+)
 def test_a_killed_rank_is_replaced_from_the_last_completed_step(tmp_path: Path) -> None:
     def die(policy: Policy) -> None:
         if policy.data_rank == 1:
@@ -105,6 +112,11 @@ def test_a_killed_rank_is_replaced_from_the_last_completed_step(tmp_path: Path) 
         assert without_times(undisturbed.grpo_step(3)[-1]) == without_times(third)
 
 
+@fault(
+    "`session.restart()` without",
+    "the same",
+    "the session from its last `save`, else from the model's own weights",
+)
 def test_a_restart_says_what_was_lost(tmp_path: Path) -> None:
     with tk.launch(model=tk.tiny_policy(), **FIELDS) as session:
         first = session.grpo_step()
@@ -120,6 +132,11 @@ def test_a_restart_says_what_was_lost(tmp_path: Path) -> None:
         session.restart()
 
 
+@fault(
+    "a save fails or is cut off",
+    "that error",
+    "the last good save",
+)
 def test_saving_again_replaces_and_a_failed_save_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "saved"
     with tk.launch(model=tk.tiny_policy(), **FIELDS) as session:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import toolkit as tk
 from tests.test_policy import loss_and_gradients
 from toolkit.errors import SpecError
-from toolkit.layout import TENSOR_PARALLEL
+from toolkit.layout import TENSOR_PARALLEL, gpu_notes
 from toolkit.policy import Policy
 from toolkit.prompts import make_batch
 from toolkit.step import score
@@ -101,3 +101,14 @@ def test_sequence_parallel_is_refused_where_the_plan_ignores_it(tmp_path: Path) 
     model = random_model(tmp_path, "mistral")
     with pytest.raises(SpecError, match="does not shard the sequence.*LlamaForCausalLM"):
         tk.launch(model=model, ranks=2, tensor_parallel_size=2, sequence_parallel=True)
+
+
+GIB = 2**30
+
+
+def test_mixed_and_busy_gpus_are_reported() -> None:
+    quiet = {"name": "H100", "total_bytes": 80 * GIB, "used_bytes": GIB}
+    assert gpu_notes([quiet, quiet]) == []
+    mixed, busy = gpu_notes([quiet, {"name": "A100", "total_bytes": 40 * GIB, "used_bytes": 10 * GIB}, quiet])
+    assert mixed.endswith("H100 (80 GiB): rank 0, 2; A100 (40 GiB): rank 1.")
+    assert busy.startswith("10.0 of 40.0 GiB of rank 1's GPU are in use by other processes")

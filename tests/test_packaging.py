@@ -14,6 +14,8 @@ import yaml
 
 import toolkit as tk
 
+from . import faults
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -46,6 +48,13 @@ def test_each_readme_block_is_the_one_command() -> None:
         == "pip install -e . && jupyter lab --notebook-dir=. notebooks/precision_tradeoffs.ipynb"
     )
     assert readme_command("Tests") == "pip install -e '.[test]' && pytest"
+
+
+def test_the_readmes_fault_table_is_what_the_tests_cause() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = lines.index("| what happens | what you see | what survives |")
+    shown = [line for line in lines[first : first + 30] if line.startswith("|")]
+    assert sorted(shown) == sorted(faults.table()), "python -m tests.faults prints it"
 
 
 def test_environment_yml_installs_this_project_and_a_python_it_supports() -> None:

@@ -23,6 +23,8 @@ from toolkit.engines import KernelRanks, LocalRanks
 from toolkit.errors import RanksLost, SessionClosed, SpecError
 from toolkit.ranks import report_progress, stop_requested
 
+from .faults import fault
+
 
 class OddError(Exception):
     """An error of a user's, with state."""
@@ -76,6 +78,11 @@ def test_state_and_thread_persist_between_calls(gang: LocalRanks) -> None:
     assert gang.call(lambda: sys.kept == threading.get_ident()) == [True, True]  # type: ignore[attr-defined]
 
 
+@fault(
+    "a rank raises",
+    "that exception, with `.rank` and the rank's traceback",
+    "the session",
+)
 def test_an_error_arrives_as_it_was_raised_with_its_rank(gang: LocalRanks) -> None:
     def fail() -> None:
         if dist.get_rank() == 1:
@@ -123,6 +130,11 @@ def test_an_error_that_cannot_be_pickled_still_arrives_in_words(gang: LocalRanks
         gang.call(fail)
 
 
+@fault(
+    "a rank raises while its peers wait for it in a collective",
+    "after 5 s `RanksLost`, caused by that exception",
+    "the notebook; `session.restart()`",
+)
 def test_a_failure_beside_a_waiting_peer_ends_the_gang_and_says_what_was_lost(gang: LocalRanks) -> None:
     def fail_beside_a_collective() -> None:
         if dist.get_rank() == 0:
@@ -142,6 +154,11 @@ def test_a_failure_beside_a_waiting_peer_ends_the_gang_and_says_what_was_lost(ga
     assert gone(gang.pids)
 
 
+@fault(
+    "a rank is killed (out of memory, say), even in mid-collective",
+    "within 2 s `RanksLost`, naming rank and signal",
+    "the notebook; `session.restart()`",
+)
 def test_a_killed_rank_is_named_at_once_even_in_mid_collective(gang: LocalRanks) -> None:
     def die_in_a_collective() -> None:
         if dist.get_rank() == 1:
@@ -234,6 +251,11 @@ def test_ctrl_c_stops_at_the_next_boundary_and_keeps_the_gang(engine: Any) -> No
         ranks.close()
 
 
+@fault(
+    "Ctrl-C twice",
+    "`RanksLost`, naming the busy ranks",
+    "the notebook; `session.restart()`",
+)
 def test_a_second_ctrl_c_kills_ranks_that_do_not_listen() -> None:
     ranks = LocalRanks(2)
     interrupt_later(0.5)
@@ -243,6 +265,11 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_listen() -> None:
     assert gone(ranks.pids)
 
 
+@fault(
+    "Ctrl-C",
+    "`KeyboardInterrupt` at the next boundary",
+    "the session; the next step is the undisturbed one",
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_in_mid_step_leaves_the_next_step_as_undisturbed(ranks: int) -> None:
     fields: dict[str, Any] = {

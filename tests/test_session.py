@@ -19,6 +19,7 @@ import toolkit as tk
 from toolkit.errors import SpecError
 from toolkit.spec import GRPOConfig, PolicySpec
 
+from .faults import fault
 from .test_ranks import gone
 
 
@@ -44,6 +45,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@fault(
+    "a setting that would do nothing or crash later",
+    "`SpecError`: what you typed, why, the way out",
+    "everything; nothing was started",
+)
 @pytest.mark.parametrize(("fields", "kind", "reason"), BAD)
 def test_bad_launches_are_one_clear_error_and_start_nothing(fields: Any, kind: type[Exception], reason: str) -> None:
     before = children()

@@ -17,6 +17,8 @@ from toolkit.records import StepRecords
 from toolkit.spec import GRPOConfig
 from toolkit.step import clip_gradients, forward_backward, grade_together, sample_step, training_batch
 
+from .faults import fault
+
 FIELDS: dict[str, Any] = {
     "num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_new_tokens": 5, "learning_rate": 2e-4,
 }  # fmt: skip
@@ -150,6 +152,11 @@ def test_the_learning_rate_warms_up() -> None:
         assert [session.grpo_step().metrics["lr"] for _ in range(6)] == pytest.approx([1e-5, 2e-5, 3e-5, 4e-5, 4e-5, 4e-5])
 
 
+@fault(
+    "a reward function raises on one rank",
+    "that exception; all ranks leave the step together",
+    "the session, weights as before the step",
+)
 def test_rewards_of_ones_own_and_what_happens_when_they_fail(two_ranks: tk.Session) -> None:
     before = two_ranks.config
     calls: list[str] = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 import uuid
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
 
 from toolkit.engines import KernelRanks, LocalRanks, local_ranks_warm_up
 from toolkit.errors import SpecError
-from toolkit.layout import ModelFacts, check_config, check_layout, model_facts
+from toolkit.layout import ModelFacts, check_config, check_layout, gpu_notes, model_facts
 from toolkit.live import saved_session
 from toolkit.progress import Bars
 from toolkit.ranks import Ranks
@@ -140,6 +141,9 @@ def _start(
                 if num_ranks > 1:
                     bars.update(f"starting {num_ranks} ranks", 0, 1, at_once=True)
                 ranks.connect(device)
+            if device == "cuda":
+                for note in gpu_notes(ranks.call(worker.gpu)):
+                    warnings.warn(note, stacklevel=2)
             ranks.call(worker.start, key, spec, device)
         except BaseException:
             ranks.close()

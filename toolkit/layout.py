@@ -9,7 +9,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,32 @@ def _check_architecture(spec: PolicySpec, facts: ModelFacts) -> None:
             f"sequence_parallel=True: AutoModel's plan for {facts.architecture} does not shard the sequence, so this would "
             f"do nothing or fail. Use sequence_parallel=False, or one of {known}."
         )
+
+
+def gpu_notes(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a user should know about the GPUs of the ranks, before the model is on them.
+
+    Args:
+        gpus: by rank: name, total_bytes, used_bytes.
+
+    Returns:
+        A sentence for unlike GPUs, and one for each that others use; none on a quiet box of one kind.
+    """
+    notes = []
+    kinds: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        kinds.setdefault(f"{gpu['name']} ({gpu['total_bytes'] / 2**30:.0f} GiB)", []).append(rank)
+    if len(kinds) > 1:
+        listed = "; ".join(f"{name}: rank {', '.join(map(str, ranks))}" for name, ranks in kinds.items())
+        notes.append(f"the ranks' GPUs are of different kinds, and every step waits for the slowest: {listed}.")
+    for rank, gpu in enumerate(gpus):
+        if gpu["used_bytes"] > 0.05 * gpu["total_bytes"]:
+            used, total = gpu["used_bytes"] / 2**30, gpu["total_bytes"] / 2**30
+            notes.append(
+                f"{used:.1f} of {total:.1f} GiB of rank {rank}'s GPU are in use by other processes; times and the "
+                "memory left are theirs to change."
+            )
+    return notes
 
 
 def check_output_dtype(spec: PolicySpec, *, head_in_root: bool) -> None:

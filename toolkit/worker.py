@@ -34,6 +34,14 @@ def start(key: str, spec: PolicySpec, device: str) -> list[fsdp.Unit]:
     return fsdp.inspect_units(_policies[key].model)
 
 
+def gpu() -> dict[str, Any]:
+    """Name and memory of this rank's GPU, before anything of ours is on it."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    context_bytes = 512 * 2**20  # about what CUDA itself takes for being asked
+    used_bytes = max(0, total_bytes - free_bytes - context_bytes)
+    return {"name": torch.cuda.get_device_name(), "total_bytes": total_bytes, "used_bytes": used_bytes}
+
+
 def on_policy(key: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `fn(policy, *args, **kwargs)`; whatever it raises, the policy can be used again afterwards."""
     policy = _policies[key]
