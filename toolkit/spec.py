@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from toolkit.checks import check_flag, check_one_of
+from toolkit.checks import check_temperature as check_temperature
+from toolkit.checks import check_whole as check_whole
 from toolkit.errors import SpecError
+from toolkit.grpo_config import GRPOConfig as GRPOConfig
 
 if TYPE_CHECKING:
     import torch
@@ -67,48 +69,6 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, DTYPES[name].name)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def _one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise SpecError(f"{field}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}.")
-
-
-def _flag(field: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise SpecError(f"{field}={value!r} must be True or False.")
-
-
-def check_whole(field: str, value: Any, minimum: int = 1, maximum: float = math.inf) -> int:
-    """Return `value` as an int; raise a SpecError unless it is a whole number from `minimum` to `maximum`."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)  # numpy's whole numbers too
-    if not whole or not minimum <= int(value) <= maximum:
-        bound = f" and at most {maximum:.0f}" if maximum < math.inf else ""
-        raise SpecError(f"{field}={value!r} must be a whole number of at least {minimum}{bound}.")
-    return int(value)
-
-
-def check_temperature(value: Any) -> float:
-    """Return a temperature as a float; raise a SpecError outside of [1e-3, 1e3].
-
-    Beyond these z/T loses every digit or leaves float32; at 0 it does not exist.
-    """
-    if value == 0:
-        raise SpecError(
-            "temperature=0: 1/T is infinite, and greedy completions of one prompt are all the same, so every "
-            "advantage is 0. Use session.evaluate() for greedy accuracy; sample with a temperature above 0."
-        )
-    return _number("temperature", value, 1e-3, 1e3)
-
-
-def _number(field: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
-    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
-    if not is_number or not low <= value <= high or (open_low and value == low):
-        bound = f"above {low}" if open_low else f"of at least {low}"
-        raise SpecError(
-            f"{field}={value!r} must be a finite number {bound}" + (f" and at most {high}." if high < math.inf else ".")
-        )
-    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +135,13 @@ class PolicySpec:
         if self.lm_head_precision is not None:
             object.__setattr__(self, "lm_head_precision", dtype_name(self.lm_head_precision, "lm_head_precision"))
         for field in ("cast_forward_inputs", "autocast", "sequence_parallel", "cpu_offload", "sequence_packing"):
-            _flag(field, getattr(self, field))
+            check_flag(field, getattr(self, field))
         if self.activation_checkpointing is True:  # NeMo-RL's way to say it
             object.__setattr__(self, "activation_checkpointing", "full")
-        _one_of("activation_checkpointing", self.activation_checkpointing, (False, *get_args(Checkpointing)))
-        _one_of("logprob_mode", self.logprob_mode, get_args(LogprobMode))
-        _one_of("temperature_order", self.temperature_order, get_args(TemperatureOrder))
-        _one_of("attn_implementation", self.attn_implementation, (None, "eager", "sdpa", "flash_attention_2"))
+        check_one_of("activation_checkpointing", self.activation_checkpointing, (False, *get_args(Checkpointing)))
+        check_one_of("logprob_mode", self.logprob_mode, get_args(LogprobMode))
+        check_one_of("temperature_order", self.temperature_order, get_args(TemperatureOrder))
+        check_one_of("attn_implementation", self.attn_implementation, (None, "eager", "sdpa", "flash_attention_2"))
         object.__setattr__(self, "tensor_parallel_size", check_whole("tensor_parallel_size", self.tensor_parallel_size))
         object.__setattr__(self, "seed", check_whole("seed", self.seed, 0, 2**32 - 1))
         self._check_combinations()
@@ -251,76 +211,6 @@ class PolicySpec:
     def chunk_rows(self) -> int | None:
         """Rows of logits upcast at a time, None for all."""
         return (self.logprob_chunk_size or 1024) if self.logprob_mode == "chunked" else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
-    """One GRPO step: what is sampled, how it is graded, and the clipped policy-gradient update.
-
-    Names are NeMo-RL's. Validated at construction.
-
-    Attributes:
-        task: "arithmetic", a `prompts.Task`, or an iterable of `(prompt, answer)` pairs.
-        num_prompts_per_step: prompts sampled per step, over all ranks.
-        num_generations_per_prompt: completions per prompt; their mean reward is the baseline, so at least 2.
-        max_new_tokens: tokens sampled per completion at most.
-        temperature: of sampling, and of the logprobs trained on.
-        top_p, top_k: keep the smallest set of tokens with this probability / this many tokens; 1.0 / None keep all.
-        train_micro_batch_size: sequences per forward and backward on a rank; None takes all of a rank's at once.
-        learning_rate, weight_decay: of AdamW (betas 0.9, 0.999).
-        warmup_steps: the learning rate rises linearly to its value over this many steps.
-        max_grad_norm: gradients are scaled down to this total norm; None leaves them.
-        ratio_clip_min, ratio_clip_max: the probability ratio counts within [1 - min, 1 + max].
-        ratio_clip_c: dual clip; bounds the loss of tokens with negative advantage at this multiple of it; None is off.
-        token_level_loss: True averages over all tokens of the step, False over sequences of their token means.
-        normalize_rewards: divide advantages by the group's standard deviation.
-        use_leave_one_out_baseline: a completion's baseline leaves out its own reward.
-
-    Raises:
-        SpecError: a value out of range.
-    """
-
-    task: Any = "arithmetic"
-    num_prompts_per_step: int = 32
-    num_generations_per_prompt: int = 8
-    max_new_tokens: int = 8
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    train_micro_batch_size: int | None = None
-    learning_rate: float = 5e-6
-    weight_decay: float = 0.01
-    warmup_steps: int = 0
-    max_grad_norm: float | None = 1.0
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    ratio_clip_c: float | None = None
-    token_level_loss: bool = True
-    normalize_rewards: bool = True
-    use_leave_one_out_baseline: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_generations_per_prompt == 1:
-            raise SpecError(
-                "num_generations_per_prompt=1: the baseline of a group is its mean reward, so the advantage of a group "
-                "of one is always 0 and nothing would be learned. Use 2 or more."
-            )
-        whole = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 1, "warmup_steps": 0}
-        whole |= {name: 1 for name in ("train_micro_batch_size", "top_k") if getattr(self, name) is not None}
-        for field, minimum in whole.items():
-            object.__setattr__(self, field, check_whole(field, getattr(self, field), minimum))
-        object.__setattr__(self, "temperature", check_temperature(self.temperature))
-        _number("top_p", self.top_p, 0, 1, open_low=True)
-        _number("learning_rate", self.learning_rate, 0)
-        _number("weight_decay", self.weight_decay, 0)
-        if self.max_grad_norm is not None:
-            _number("max_grad_norm", self.max_grad_norm, 0, open_low=True)
-        _number("ratio_clip_min", self.ratio_clip_min, 0, 1)
-        _number("ratio_clip_max", self.ratio_clip_max, 0)
-        if self.ratio_clip_c is not None:
-            _number("ratio_clip_c", self.ratio_clip_c, 1, open_low=True)
-        for field in ("token_level_loss", "normalize_rewards", "use_leave_one_out_baseline"):
-            _flag(field, getattr(self, field))
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
