@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import torch
 
+from toolkit.grpo_config import GRPOConfig
+
 #: Keeps the division finite where a group's rewards hardly differ (NeMo-RL's value).
 _EPSILON = 1e-6
 
 
-def group_advantages(rewards_PG: torch.Tensor, *, normalize_rewards: bool, use_leave_one_out_baseline: bool) -> torch.Tensor:
+def group_advantages(
+    rewards_PG: torch.Tensor,
+    *,
+    normalize_rewards: bool,
+    use_leave_one_out_baseline: bool,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+) -> torch.Tensor:
     """Reward minus the group's baseline, optionally in units of the group's standard deviation (GRPO, arXiv 2402.03300).
 
     The standard deviation is always over the whole group, with Bessel's correction. NeMo-RL takes it over the same
@@ -20,6 +29,7 @@ def group_advantages(rewards_PG: torch.Tensor, *, normalize_rewards: bool, use_l
 
     Args:
         rewards_PG: [P, G] float32, G at least 2.
+        clip_low, clip_high: bounds on the result.
 
     Returns:
         [P, G] float32; exactly 0 in a group whose rewards are all equal.
@@ -33,4 +43,28 @@ def group_advantages(rewards_PG: torch.Tensor, *, normalize_rewards: bool, use_l
         advantages_PG = advantages_PG / (rewards_PG.std(-1, keepdim=True) + _EPSILON)
     # The mean of equal numbers can differ from them in its last bit; divided by epsilon that is no longer small.
     equal_P1 = (rewards_PG == rewards_PG[:, :1]).all(-1, keepdim=True)
-    return torch.where(equal_P1, 0.0, advantages_PG)
+    advantages_PG = torch.where(equal_P1, 0.0, advantages_PG)
+    return advantages_PG.clamp(clip_low, clip_high) if (clip_low, clip_high) != (None, None) else advantages_PG
+
+
+def shape_rewards(
+    rewards_B: torch.Tensor, lengths_B: torch.Tensor, stopped_B: torch.Tensor, config: GRPOConfig
+) -> torch.Tensor:
+    """Make long and cut-off completions worth less (DAPO's soft overlong punishment, arXiv 2503.14476; NeMo-RL's names).
+
+    Args:
+        rewards_B: [B] float32.
+        lengths_B: [B] completion tokens.
+        stopped_B: [B] bool, whether the completion ended by itself.
+
+    Returns:
+        [B] float32. Within `overlong_buffer_length` of `max_new_tokens` the reward falls linearly by up to
+        `overlong_buffer_penalty`; the rewards of cut-off completions are multiplied by `stop_properly_penalty_coef`.
+    """
+    if config.stop_properly_penalty_coef is not None:
+        rewards_B = torch.where(stopped_B, rewards_B, config.stop_properly_penalty_coef * rewards_B)
+    if config.overlong_buffer_length is not None:
+        excess_B = lengths_B - (config.max_new_tokens - config.overlong_buffer_length)
+        penalty_B = (-excess_B / config.overlong_buffer_length * config.overlong_buffer_penalty).clamp(max=0.0)
+        rewards_B = rewards_B + penalty_B
+    return rewards_B

@@ -134,7 +134,7 @@ def _start(
             bars.update("importing transformers and AutoModel", 0, 1, at_once=True)
         from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
 
-    def start(spec: PolicySpec) -> Ranks:
+    def start(spec: PolicySpec, keeps_reference: bool) -> Ranks:
         ranks: Ranks = KernelRanks() if num_ranks == 1 else LocalRanks(num_ranks)
         try:
             with Bars() as bars:
@@ -144,7 +144,7 @@ def _start(
             if device == "cuda":
                 for note in gpu_notes(ranks.call(worker.gpu)):
                     warnings.warn(note, stacklevel=2)
-            ranks.call(worker.start, key, spec, device)
+            ranks.call(worker.start, key, spec, device, keeps_reference)
         except BaseException:
             ranks.close()
             raise

@@ -250,6 +250,9 @@ def check_batch(config: GRPOConfig, *, data_parallel_size: int) -> None:
             f"num_prompts_per_step={prompts} does not divide over {dp} data-parallel ranks (groups stay whole on a rank, so "
             f"that baselines need no communication). Use {fits}."
         )
+    size = config.train_global_batch_size
+    if size is not None and size % dp:
+        raise SpecError(f"train_global_batch_size={size} does not divide over {dp} data-parallel ranks.")
 
 
 def check_temperature_order(spec: PolicySpec, temperature: float) -> None:

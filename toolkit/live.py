@@ -28,14 +28,14 @@ class LivePolicy:
     """
 
     __slots__ = (
-        "__weakref__", "_autosave", "_closers", "_config", "_device", "_facts", "_key", "_listeners", "_pending", "_ranks",
-        "_records", "_saved", "_spec", "_start", "_task", "_worker",
+        "__weakref__", "_autosave", "_closers", "_config", "_device", "_facts", "_keeps_reference", "_key", "_listeners",
+        "_pending", "_ranks", "_records", "_saved", "_spec", "_start", "_task", "_worker",
     )  # fmt: skip
 
     def __init__(
         self,
         key: str,
-        start: Callable[[PolicySpec], Ranks],
+        start: Callable[[PolicySpec, bool], Ranks],
         device: str,
         spec: PolicySpec,
         config: GRPOConfig,
@@ -46,7 +46,8 @@ class LivePolicy:
         """Start ranks with the policy built on them under `key`.
 
         Args:
-            start: makes the ranks and builds the policy; called again by `restart`.
+            start: makes the ranks and builds the policy, keeping a reference for a KL penalty or not; called again by
+                `restart`.
             autosave: folder to save to after every so many steps.
         """
         from toolkit import worker
@@ -54,7 +55,8 @@ class LivePolicy:
         self._worker = worker
         self._key, self._start, self._device = key, start, device
         self._spec, self._config, self._facts, self._task = spec, config, facts, task
-        self._ranks = start(spec)
+        self._keeps_reference = config.reference_policy_kl_penalty > 0
+        self._ranks = start(spec, self._keeps_reference)
         self._records: list[StepRecord] = []
         self._pending: dict[str, Any] = {}  # live settings picked while a call was running
         self._listeners: list[Callable[[PolicySpec], None]] = []  # called after a live change
@@ -197,7 +199,7 @@ class LivePolicy:
         self._worker.drop(self._key)
         self._pending.clear()
         try:
-            self._ranks = self._start(self._spec)
+            self._ranks = self._start(self._spec, self._keeps_reference)
         except BaseException:
             self._ranks.lost = RanksLost("the ranks were stopped and did not start again; call session.restart() again.")
             raise

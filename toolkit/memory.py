@@ -222,7 +222,8 @@ def _record(policy: Policy, config: GRPOConfig, training: TrainingBatch, step: i
         ledger.label((_local(v) for s in policy.optimizer.state.values() for v in s.values()), "optimizer")
         batch = training.batch
         inputs = [batch.ids_BT, batch.mask_BT, batch.positions_BT, batch.token_mask_BT]
-        ledger.label([*inputs, training.advantages_B, training.previous_BT], "input")
+        ledger.label([*inputs, training.advantages_B, *training.logprobs], "input")
+        ledger.label(policy.reference or [], "parameter")
         _train(policy, config, training, step, ledger.phase)
     return ledger
 

@@ -37,6 +37,7 @@ class Policy:
     device: torch.device
     optimizer: torch.optim.Optimizer
     eos_ids: tuple[int, ...]  # any of them ends a completion; chat models have several
+    reference: list[torch.Tensor] | None = None  # float32 shards of a KL penalty's reference, in the parameters' order
 
     @property
     def data_rank(self) -> int:
@@ -219,6 +220,11 @@ def set_optimizer(policy: Policy, config: GRPOConfig, step: int) -> float:
         group["lr"] = config.learning_rate * warmup
         group["weight_decay"] = config.weight_decay
     return config.learning_rate * warmup
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -146,9 +146,9 @@ class Batch:
     positions_BT: torch.Tensor  # int64, 0 at the first real token; 1 at pads, which are masked (HF's convention)
     token_mask_BT: torch.Tensor  # float32, 1 at completion tokens (the end-of-sequence token included), 0 elsewhere
 
-    def rows(self, start: int, stop: int) -> Batch:
-        """The sequences from `start` up to `stop`."""
-        return Batch(*(getattr(self, name)[start:stop] for name in self.__slots__))
+    def rows(self, start: int, stop: int, stride: int = 1) -> Batch:
+        """Every `stride`-th sequence from `start` up to `stop`."""
+        return Batch(*(getattr(self, name)[start:stop:stride] for name in self.__slots__))
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""

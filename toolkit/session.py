@@ -39,6 +39,14 @@ class Session(LivePolicy):
     @config.setter
     def config(self, value: GRPOConfig) -> None:
         check_config(value, self._spec, self._facts, ranks=self.num_ranks)
+        if value.reference_policy_kl_penalty > 0 and not self._keeps_reference:
+            if self._records:
+                raise SpecError(
+                    f"reference_policy_kl_penalty={value.reference_policy_kl_penalty}: no reference was kept at the start, "
+                    "and the weights have been trained since. Launch with a penalty above 0."
+                )
+            self.run(self._worker.keep_reference)
+            self._keeps_reference = True
         if value.task is not self._config.task:  # resolved once only: it may be an iterator
             self._task = self._worker.resolve_task(value.task)
         self._config = value
@@ -111,7 +119,7 @@ class Session(LivePolicy):
 
         with self._ranks.exclusively():  # another thread's step is another step
             config, task, step = self._config, self._task, len(self._records)
-            problems = self._problems(task, config.num_prompts_per_step, step)
+            problems = self._problems(task, config.num_sampled_prompts, step)
             record: StepRecord = self._call(grpo_step, config, problems, task.reward, step)[0]
             self._records.append(record)
             self._save_if_due()

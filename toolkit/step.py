@@ -10,6 +10,7 @@ loss is multiplied by their number beforehand to undo that.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,18 +18,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from toolkit import fsdp
 from toolkit.advantages import group_advantages
+from toolkit.collect import Graded, collect
+from toolkit.collect import grade_together as grade_together
+from toolkit.collect import sample_step as sample_step
+from toolkit.gradients import clip_gradients as clip_gradients
 from toolkit.logprobs import next_token_logprobs
 from toolkit.losses import clipped_policy_gradient
 from toolkit.mismatch import mismatch_sums
-from toolkit.policy import Policy, by_mesh, check_finite, set_optimizer
+from toolkit.policy import Policy, check_finite, set_optimizer
 from toolkit.prompts import Batch, Reward
 from toolkit.records import StepRecord
-from toolkit.rewards import exact_match, grade
-from toolkit.rollouts import Rollouts, sample
+from toolkit.reference import reference_weights
+from toolkit.rollouts import Rollouts
 from toolkit.spec import GRPOConfig
 
 
@@ -38,22 +42,36 @@ class TrainingBatch:
 
     batch: Batch
     advantages_B: torch.Tensor  # float32
-    previous_BT: torch.Tensor  # [B, T-1] float32, logprobs before the update
-    num_tokens: float  # of the whole step, over all ranks
+    previous_BT: torch.Tensor | None  # [B, T-1] float32, logprobs before the update; None takes the current ones
+    num_tokens: float  # that count in the whole update, over all ranks
     num_sequences: float
+    generation_BT: torch.Tensor | None = None  # [B, T-1] float32, the sampler's
+    reference_BT: torch.Tensor | None = None  # [B, T-1] float32, the frozen reference's
+
+    @property
+    def logprobs(self) -> list[torch.Tensor]:
+        """The logprobs that are there."""
+        return [t for t in (self.previous_BT, self.generation_BT, self.reference_BT) if t is not None]
+
+    def rows(self, start: int, stop: int, stride: int = 1) -> TrainingBatch:
+        """Every `stride`-th sequence from `start` up to `stop`, counted as before."""
+        optional = (self.previous_BT, self.generation_BT, self.reference_BT)
+        previous, generation, reference = (None if t is None else t[start:stop:stride] for t in optional)
+        return TrainingBatch(
+            self.batch.rows(start, stop, stride),
+            self.advantages_B[start:stop:stride],
+            previous,
+            self.num_tokens,
+            self.num_sequences,
+            generation,
+            reference,
+        )
 
     def micro_batches(self, size: int | None) -> Iterator[TrainingBatch]:
         """Pieces of at most `size` sequences, None for all at once."""
         total = self.batch.num_sequences
         for start in range(0, total, size or total):
-            stop = start + (size or total)
-            yield TrainingBatch(
-                self.batch.rows(start, stop),
-                self.advantages_B[start:stop],
-                self.previous_BT[start:stop],
-                self.num_tokens,
-                self.num_sequences,
-            )
+            yield self.rows(start, start + (size or total))
 
 
 def grpo_step(
@@ -61,63 +79,98 @@ def grpo_step(
 ) -> StepRecord:
     """Run one step on this rank (all ranks together); `step` counts from 0.
 
-    Interrupted or failed before the optimizer, it leaves parameters, moments and counters as they were, and the next call
-    draws the same prompts and random numbers.
+    Interrupted or failed before the first optimizer update, it leaves parameters, moments and counters as they were, and the
+    next call draws the same prompts and random numbers. After it, nothing stops the step's other updates.
     """
     clock = _Clock()
-    rollouts = sample_step(policy, config, problems, step)
-    clock.lap("sampling")
-    rewards_B = grade_together(policy, rollouts, reward)
-    clock.lap("grading")
-    training = training_batch(policy, config, rollouts, rewards_B)
+    graded = collect(policy, config, problems, reward, step, clock.lap)
+    training = training_batch(policy, config, graded.rollouts, graded.shaped_B)
     clock.lap("logprobs")
     lr = set_optimizer(policy, config, step)
-    loss, sums = forward_backward(policy, config, training)
-    grad_norm = clip_gradients(policy, config.max_grad_norm)
-    policy.stop_if_asked()
-    policy.optimizer.step()
-    policy.optimizer.zero_grad(set_to_none=True)
+    losses, norms, seen = [], [], list[torch.Tensor]()
+    totals: dict[str, float] = {}
+    updates = split_updates(policy, training, config.num_updates)
+    for number, update in enumerate(updates):
+        with _named_update(number, len(updates)):
+            loss, sums = forward_backward(policy, config, update, can_stop=number == 0, seen=seen)
+            norms.append(clip_gradients(policy, config.max_grad_norm))
+        if number == 0:
+            policy.stop_if_asked()
+        policy.optimizer.step()
+        policy.optimizer.zero_grad(set_to_none=True)
+        losses.append(loss)
+        _accumulate(totals, sums)
     clock.lap("training")
 
-    metrics = {"reward": 0.0, "loss": loss, "grad_norm": grad_norm, "lr": lr}
-    metrics |= _reduce_metrics(policy, rollouts, training, rewards_B, sums)
-    shown = zip(rollouts.prompts[:4], rollouts.completions, rollouts.answers, rewards_B.tolist(), strict=False)
+    metrics = {"reward": 0.0, "loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms), "lr": lr}
+    previous_BT = torch.cat(seen) if training.previous_BT is None else training.previous_BT
+    metrics |= _reduce_metrics(policy, config, graded, training, previous_BT.cpu(), totals) | graded.counts
+    rollouts = graded.rollouts
+    shown = zip(rollouts.prompts[:4], rollouts.completions, rollouts.answers, graded.rewards_B.tolist(), strict=False)
     return StepRecord(step + 1, policy.spec.output_dtype, metrics, clock.seconds, list(shown))
 
 
-def sample_step(policy: Policy, config: GRPOConfig, problems: list[tuple[str, str]], step: int) -> Rollouts:
-    """Sample this rank's completions of a step."""
-    return sample(
-        policy,
-        problems,
-        num_generations=config.num_generations_per_prompt,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        seed=policy.spec.seed * 1_000_003 + step,
-    )
-
-
-def grade_together(policy: Policy, rollouts: Rollouts, reward: Reward | None) -> torch.Tensor:
-    """Rewards [B] float32; if the reward function raises on any rank, all ranks leave the step."""
-    with policy.failing_together():
-        rewards = grade(reward or exact_match, rollouts.prompts, rollouts.completions, rollouts.answers)
-    return torch.tensor(rewards, dtype=torch.float32)
-
-
 def training_batch(policy: Policy, config: GRPOConfig, rollouts: Rollouts, rewards_B: torch.Tensor) -> TrainingBatch:
-    """Advantages, global counts and previous logprobs of graded rollouts."""
+    """Advantages, global counts, and previous and reference logprobs of graded rollouts."""
     advantages_PG = group_advantages(
         rewards_B.view(-1, rollouts.num_generations),
         normalize_rewards=config.normalize_rewards,
         use_leave_one_out_baseline=config.use_leave_one_out_baseline,
+        clip_low=config.advantage_clip_low,
+        clip_high=config.advantage_clip_high,
     )
-    batch = rollouts.batch.to(policy.device)
-    counts = torch.tensor([rollouts.batch.token_mask_BT.sum(), batch.num_sequences], dtype=torch.float64)
-    num_tokens, num_sequences = policy.sum_over_data(counts).tolist()
-    previous_BT = score(policy, batch, config.temperature, config.train_micro_batch_size)
-    return TrainingBatch(batch, advantages_PG.flatten().to(policy.device), previous_BT, num_tokens, num_sequences)
+    batch = rollouts.batch
+    if config.overlong_filtering:
+        kept_B1 = rollouts.stopped_B.unsqueeze(-1).float()
+        batch = dataclasses.replace(batch, token_mask_BT=batch.token_mask_BT * kept_B1)
+    batch = batch.to(policy.device)
+    size, temperature = config.train_micro_batch_size, config.temperature
+    reference_BT = None
+    if config.reference_policy_kl_penalty:
+        with reference_weights(policy):
+            reference_BT = score(policy, batch, temperature, size)
+    num_tokens, num_sequences = _counts(policy, batch)
+    return TrainingBatch(
+        batch,
+        advantages_PG.flatten().to(policy.device),
+        None if config.force_on_policy_ratio else score(policy, batch, temperature, size),
+        num_tokens,
+        num_sequences,
+        generation_BT=rollouts.generation_logprobs_BT[:, 1:].to(policy.device),
+        reference_BT=reference_BT,
+    )
+
+
+def _counts(policy: Policy, batch: Batch) -> tuple[float, float]:
+    """Tokens and sequences that count, over all ranks; at least 1, so that a batch of none has loss 0."""
+    mask_BT = batch.token_mask_BT
+    mine = torch.tensor([float(mask_BT.sum()), float((mask_BT.sum(-1) > 0).sum())], dtype=torch.float64)
+    tokens, sequences = policy.sum_over_data(mine).tolist()
+    return max(tokens, 1.0), max(sequences, 1.0)
+
+
+def split_updates(policy: Policy, training: TrainingBatch, num_updates: int) -> list[TrainingBatch]:
+    """The step's sequences in as many updates, each counted over its own tokens.
+
+    Update u takes every `num_updates`-th sequence from the u-th on: the same ones on any number of ranks.
+    """
+    if num_updates == 1:
+        return [training]
+    parts = [training.rows(first, training.batch.num_sequences, num_updates) for first in range(num_updates)]
+    for part in parts:
+        part.num_tokens, part.num_sequences = _counts(policy, part.batch)
+    return parts
+
+
+@contextlib.contextmanager
+def _named_update(number: int, num_updates: int) -> Iterator[None]:
+    """Say which of a step's updates failed, and that those before it were taken."""
+    try:
+        yield
+    except FloatingPointError as error:
+        if number > 0:
+            error.add_note(f"This was update {number + 1} of {num_updates} of the step; those before it were taken.")
+        raise
 
 
 @torch.no_grad()
@@ -154,12 +207,20 @@ def forward_logprobs(policy: Policy, batch: Batch, temperature: float, phase: Ph
 
 
 def forward_backward(
-    policy: Policy, config: GRPOConfig, training: TrainingBatch, *, phase: Phase = no_phase
+    policy: Policy,
+    config: GRPOConfig,
+    training: TrainingBatch,
+    *,
+    phase: Phase = no_phase,
+    can_stop: bool = True,
+    seen: list[torch.Tensor] | None = None,
 ) -> tuple[float, dict[str, float]]:
     """Accumulate the gradient of the step's loss over micro-batches.
 
     Args:
         phase: opened around forward, loss and backward, for the memory ledger.
+        can_stop: leave between micro-batches when Ctrl-C was pressed.
+        seen: gets the current logprobs [B, T-1] of each micro-batch, detached.
 
     Returns:
         The loss over all ranks, and this rank's sums for the metrics.
@@ -167,7 +228,8 @@ def forward_backward(
     policy.model.train()
     loss_sum, totals, done = 0.0, dict[str, float](), 0
     for part in training.micro_batches(config.train_micro_batch_size):
-        policy.stop_if_asked()
+        if can_stop:
+            policy.stop_if_asked()
         with policy.autocast():
             current_BT = forward_logprobs(policy, part.batch, config.temperature, phase)
             with phase("loss"):
@@ -179,10 +241,14 @@ def forward_backward(
                     config,
                     num_tokens=part.num_tokens,
                     num_sequences=part.num_sequences,
+                    generation_BT=part.generation_BT,
+                    reference_BT=part.reference_BT,
                 )
             with phase("backward"):
                 (loss * policy.data_size).backward()
         loss_sum += float(loss.detach())
+        if seen is not None:
+            seen.append(current_BT.detach())
         _accumulate(totals, sums)
         done += part.batch.num_sequences
         policy.progress("training", done, training.batch.num_sequences)
@@ -190,66 +256,31 @@ def forward_backward(
     return float(policy.sum_over_data(torch.tensor([loss_sum], dtype=torch.float64))), totals
 
 
-def clip_gradients(policy: Policy, max_norm: float | None) -> float:
-    """Scale gradients to a total norm of at most `max_norm`; returns the norm before.
-
-    Raises:
-        FloatingPointError: the norm is not finite; the optimizer was not touched.
-    """
-    params = [p for p in policy.model.parameters() if p.grad is not None]
-    squares = torch.stack([_owned_square(p.grad, policy) for p in params if p.grad is not None]).sum().cpu()
-    dist.all_reduce(squares)
-    total = squares.sqrt()
-    if not torch.isfinite(total):
-        bad = next(n for n, p in policy.model.named_parameters() if p.grad is not None and _not_finite(p.grad))
-        raise FloatingPointError(
-            f"the gradient norm is {float(total)}, first seen in {bad}; the step was dropped and no weight has changed. "
-            f"At precision={policy.spec.precision!r} and output_dtype={policy.spec.output_dtype!r} a value left the range "
-            "of the dtype (bfloat16 has the range of float32), or the reward is too large."
-        )
-    if max_norm is not None:
-        for group in by_mesh(params):
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total.to(policy.device, torch.float32))
-    return float(total)
-
-
-def _owned_square(grad: torch.Tensor, policy: Policy) -> torch.Tensor:
-    """Squared norm of this rank's shard, divided by the number of ranks that hold the same shard.
-
-    One all-reduce of the sum then gives the norm of everything; torch's own norm of DTensors needs one per mesh axis and
-    parameter group.
-    """
-    if not isinstance(grad, DTensor):
-        return grad.double().square().sum() / dist.get_world_size()
-    copies = dist.get_world_size() // grad.device_mesh.size()
-    for axis, placement in enumerate(grad.placements):
-        assert not placement.is_partial()
-        copies *= grad.device_mesh.size(axis) if placement.is_replicate() else 1
-    return grad.to_local().double().square().sum() / copies
-
-
-def _not_finite(grad: torch.Tensor) -> bool:
-    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return not bool(torch.isfinite(whole).all())
-
-
 def _reduce_metrics(
-    policy: Policy, rollouts: Rollouts, training: TrainingBatch, rewards_B: torch.Tensor, sums: dict[str, float]
+    policy: Policy,
+    config: GRPOConfig,
+    graded: Graded,
+    training: TrainingBatch,
+    previous_BT: torch.Tensor,
+    sums: dict[str, float],
 ) -> dict[str, float]:
     """Metrics over all ranks from each rank's sums and extremes."""
-    mask_BT = rollouts.batch.token_mask_BT[:, 1:] > 0
-    g = rollouts.generation_logprobs_BT[:, 1:][mask_BT]
-    p = training.previous_BT.cpu()[mask_BT]
+    rollouts = graded.rollouts
+    mask_BT = training.batch.token_mask_BT[:, 1:].cpu() > 0
+    g, p = rollouts.generation_logprobs_BT[:, 1:][mask_BT], previous_BT[mask_BT]
     additive = mismatch_sums(g, p)
     additive["approx_entropy"] = float(-((p - g).exp() * p).sum())  # NeMo-RL's: importance-weighted -log p
-    additive |= {name: sums[name] for name in ("probs_ratio", "probs_ratio_clamped", "clip_fraction")}
+    additive |= {name: value for name, value in sums.items() if not name.endswith(("_min", "_max"))}
     per_sequence = {
-        "reward": float(rewards_B.sum()),
+        "reward": float(graded.rewards_B.sum()),
         "mean_gen_tokens_per_sample": float(rollouts.batch.token_mask_BT.sum()),
         "truncation_rate": float((~rollouts.stopped_B).sum()),
     }
+    if config.shapes_rewards:
+        per_sequence["shaped_reward"] = float(graded.shaped_B.sum())
     values = policy.sum_over_data(torch.tensor([*additive.values(), *per_sequence.values()], dtype=torch.float64))
-    counts = [training.num_tokens] * len(additive) + [training.num_sequences] * len(per_sequence)
+    num_sampled = float(rollouts.batch.num_sequences * policy.data_size)
+    counts = [training.num_tokens] * len(additive) + [num_sampled] * len(per_sequence)
     names = [*additive, *per_sequence]
     metrics = {n: v / c for n, v, c in zip(names, values.tolist(), counts, strict=True)}
     extremes = torch.tensor([-sums["probs_ratio_min"], sums["probs_ratio_max"]], dtype=torch.float64)
@@ -276,5 +307,5 @@ class _Clock:
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
-        self.seconds[phase] = now - self._last
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now

@@ -14,23 +14,27 @@ from toolkit import fsdp
 from toolkit.build import build
 from toolkit.checkpoint import load as load
 from toolkit.checkpoint import save as save
+from toolkit.collect import grade_together, sample_step
 from toolkit.policy import LIVE_FIELDS as LIVE_FIELDS
 from toolkit.policy import Policy, switch
 from toolkit.prompts import Reward, make_batch
 from toolkit.prompts import draw_problems as draw_problems
 from toolkit.prompts import resolve_task as resolve_task
+from toolkit.reference import keep_reference as keep_reference
 from toolkit.rollouts import sample
 from toolkit.sources import show_lines
 from toolkit.spec import GRPOConfig, PolicySpec
-from toolkit.step import grade_together, sample_step, score
+from toolkit.step import score
 
 _policies: dict[str, Policy] = {}
 _variables: dict[str, dict[str, Any]] = {}  # of the cells run on this rank
 
 
-def start(key: str, spec: PolicySpec, device: str) -> list[fsdp.Unit]:
+def start(key: str, spec: PolicySpec, device: str, keeps_reference: bool) -> list[fsdp.Unit]:
     """Build this rank's part of the policy; returns what each FSDP unit is set to."""
     _policies[key] = build(spec, device)
+    if keeps_reference:
+        keep_reference(_policies[key])
     return fsdp.inspect_units(_policies[key].model)
 
 

@@ -1,0 +1,52 @@
+"""The norm of a sharded gradient, and clipping to it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from toolkit.policy import Policy, by_mesh
+
+
+def clip_gradients(policy: Policy, max_norm: float | None) -> float:
+    """Scale gradients to a total norm of at most `max_norm`; returns the norm before.
+
+    Raises:
+        FloatingPointError: the norm is not finite; the optimizer was not touched.
+    """
+    params = [p for p in policy.model.parameters() if p.grad is not None]
+    squares = torch.stack([_owned_square(p.grad, policy) for p in params if p.grad is not None]).sum().cpu()
+    dist.all_reduce(squares)
+    total = squares.sqrt()
+    if not torch.isfinite(total):
+        bad = next(n for n, p in policy.model.named_parameters() if p.grad is not None and _not_finite(p.grad))
+        raise FloatingPointError(
+            f"the gradient norm is {float(total)}, first seen in {bad}; the step was dropped and no weight has changed. "
+            f"At precision={policy.spec.precision!r} and output_dtype={policy.spec.output_dtype!r} a value left the range "
+            "of the dtype (bfloat16 has the range of float32), or the reward is too large."
+        )
+    if max_norm is not None:
+        for group in by_mesh(params):
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total.to(policy.device, torch.float32))
+    return float(total)
+
+
+def _owned_square(grad: torch.Tensor, policy: Policy) -> torch.Tensor:
+    """Squared norm of this rank's shard, divided by the number of ranks that hold the same shard.
+
+    One all-reduce of the sum then gives the norm of everything; torch's own norm of DTensors needs one per mesh axis and
+    parameter group.
+    """
+    if not isinstance(grad, DTensor):
+        return grad.double().square().sum() / dist.get_world_size()
+    copies = dist.get_world_size() // grad.device_mesh.size()
+    for axis, placement in enumerate(grad.placements):
+        assert not placement.is_partial()
+        copies *= grad.device_mesh.size(axis) if placement.is_replicate() else 1
+    return grad.to_local().double().square().sum() / copies
+
+
+def _not_finite(grad: torch.Tensor) -> bool:
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return not bool(torch.isfinite(whole).all())
