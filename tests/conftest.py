@@ -41,6 +41,13 @@ def two_ranks() -> Iterator[Session]:
 
 
 @pytest.fixture(scope="session")
+def tensor_parallel() -> Iterator[Session]:
+    """Two data-parallel by two tensor-parallel ranks in float32 compute. Tests leave its weights as they are."""
+    with tk.launch(model=tk.tiny_policy(), ranks=4, tensor_parallel_size=2, precision="float32", **SMALL) as session:
+        yield session
+
+
+@pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Qwen3 with a tied head, norm weights away from 1 (at 1 they hide what the final norm rounds)."""
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -15,12 +16,12 @@ from torch.distributed.fsdp import fully_shard
 
 import toolkit as tk
 from toolkit import fsdp
-from toolkit.divergence import DivergenceReport, _metrics
+from toolkit.divergence import DivergenceReport, _metrics, _per_token, _Score, _tokens
 from toolkit.errors import SpecError
 from toolkit.policy import Policy
 from toolkit.prompts import make_batch
 from toolkit.spec import GRPOConfig
-from toolkit.step import score
+from toolkit.step import TrainingBatch, forward_backward, score
 
 ROWS = [[1, 5, 14, 6, 40, 7, 8, 2], [1, 7, 14, 13, 5, 40, 11, 2], [1, 20, 30, 2]]
 
@@ -88,6 +89,110 @@ def test_two_ranks_gather_every_token_once() -> None:
     pd.testing.assert_frame_equal(alone.tokens[columns], together.tokens[columns])
     np.testing.assert_allclose(alone.tokens["logprob_a"], together.tokens["logprob_a"], atol=2e-5)
     assert together.metrics["gradient_cosine"] == pytest.approx(alone.metrics["gradient_cosine"], abs=1e-4)
+    assert together.metrics["gradient_relative_error"] == pytest.approx(alone.metrics["gradient_relative_error"], rel=0.05)
+
+
+def whole_gradient(policy: Policy, config: GRPOConfig, dtype: str) -> np.ndarray[Any, Any]:
+    """Of the mean logprob of ROWS under an output dtype, in float64, gathered over all ranks."""
+    padded = ROWS + ROWS[:1] * (-len(ROWS) % policy.data_size)
+    share = len(padded) // policy.data_size
+    mine = padded[policy.data_rank * share :][:share]
+    with policy.temporarily(output_dtype=dtype):
+        batch = make_batch(mine, [1] * share, 0)
+        if policy.data_rank == 1:
+            batch.token_mask_BT[1] = 0  # the last of the padded rows
+        previous_BT = score(policy, batch, 1.0)
+        tokens = float(sum(len(row) - 1 for row in ROWS))
+        forward_backward(policy, config, TrainingBatch(batch, torch.ones(share), previous_BT, tokens, float(len(ROWS))))
+    grads = [p.grad.full_tensor().double().flatten() for p in policy.model.parameters()]  # type: ignore[union-attr]
+    policy.model.zero_grad(set_to_none=True)
+    return torch.cat(grads).numpy()
+
+
+@pytest.mark.parametrize("session", ["one_rank", "two_ranks", "tensor_parallel"])
+def test_gradients_are_compared_element_by_element(session: str, request: pytest.FixtureRequest) -> None:
+    """Every element once, also of those parameters that tensor-parallel peers hold in copies."""
+    live: tk.Session = request.getfixturevalue(session)
+    found = live.divergence("float32", "bfloat16", token_ids=ROWS).metrics
+    a, b = (live.run(whole_gradient, live.config, dtype)[0] for dtype in ("float32", "bfloat16"))
+    error = np.linalg.norm(b - a) / np.linalg.norm(a)
+    assert found["gradient_relative_error"] == pytest.approx(error, rel=1e-6)
+    assert found["gradient_cosine"] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-12)
+    assert error > 1e-6
+    assert np.linalg.norm(a) != pytest.approx(np.linalg.norm(b), rel=1e-6)
+
+
+def test_tensor_parallel_peers_count_once(tensor_parallel: tk.Session) -> None:
+    """Against one rank. The fourth rank's share is padding on two ranks, which neither table nor means may hold."""
+    with tk.launch(model=tk.tiny_policy(), precision="float32") as session:
+        alone = session.divergence("float32", "bfloat16", token_ids=ROWS)
+    together = tensor_parallel.divergence("float32", "bfloat16", token_ids=ROWS)
+    columns = ["sequence", "position", "token", "text"]
+    pd.testing.assert_frame_equal(alone.tokens[columns], together.tokens[columns])
+    np.testing.assert_allclose(alone.tokens["logprob_a"], together.tokens["logprob_a"], atol=2e-5)
+    # Sums in another order move what is rounded to bfloat16 now and then by a last bit: means agree, tokens need not.
+    assert together.metrics["mean_abs_nats"] == pytest.approx(alone.metrics["mean_abs_nats"], rel=0.1)
+    assert list(together.units) == list(alone.units)
+    assert together.units == pytest.approx(alone.units, rel=0.2)
+
+
+def test_where_the_most_likely_token_differs_is_counted_by_hand(two_ranks: tk.Session) -> None:
+    """Two ranks of two rows, the last of which is padding; flips are planted in counted and in other places."""
+
+    def flips(policy: Policy, config: GRPOConfig) -> tuple[int, float]:
+        training = _tokens(policy, config, None, ROWS, None, 0)
+        zeros_BT = torch.zeros_like(training.previous_BT)
+        a, b = (_Score(zeros_BT, zeros_BT.long(), "", []) for _ in range(2))
+        flipped_BT = b.argmax_BT.clone()
+        if policy.data_rank == 0:
+            flipped_BT[0, 2], flipped_BT[1, 0], flipped_BT[1, 6] = 5, 7, 9
+        else:
+            flipped_BT[0, 1], flipped_BT[0, 6] = 3, 4  # the row of three scored tokens: the second is after its end
+            flipped_BT[1, :] = 8
+        frame, metrics = _per_token(policy, config, training, a, dataclasses.replace(b, argmax_BT=flipped_BT))
+        return len(frame), metrics["argmax_flips"]
+
+    scored = sum(len(row) - 1 for row in ROWS)
+    assert two_ranks.run(flips, two_ranks.config) == [(scored, 4 / scored)] * 2
+
+
+def test_most_likely_tokens_are_those_of_the_two_settings(one_rank: tk.Session) -> None:
+    def most_likely(policy: Policy, dtype: str) -> list[int]:
+        found = []
+        for row in ROWS:
+            ids_BT = torch.tensor([row])
+            with policy.temporarily(output_dtype=dtype), torch.no_grad(), policy.autocast():
+                positions_BT = torch.arange(len(row))[None]
+                found += policy.forward(ids_BT, torch.ones_like(ids_BT), positions_BT).logits[0, :-1].argmax(-1).tolist()
+        fsdp.reshard(policy.model)
+        return found
+
+    def shift_embedding(policy: Policy, factor: float) -> None:
+        with torch.no_grad():
+            policy.model.model.embed_tokens.weight.mul_(factor)
+
+    one_rank.run(shift_embedding, 2.0**-22)  # float16 has no digits left down there, so the two sides part
+    try:
+        (a,), (b,) = (one_rank.run(most_likely, dtype) for dtype in ("float32", "float16"))
+        report = one_rank.divergence("float32", "float16", token_ids=ROWS)
+    finally:
+        one_rank.run(shift_embedding, 2.0**22)
+    differing = sum(x != y for x, y in zip(a, b, strict=True))
+    assert differing > 0
+    assert report.metrics["argmax_flips"] == differing / len(a)
+
+
+def test_effects_of_single_units_are_means_over_the_tokens_of_all_ranks(two_ranks: tk.Session) -> None:
+    """The last layer alone makes all of the divergence, so its effect is the table's own mean, without the padding row."""
+    report = two_ranks.divergence("float32", "bfloat16", token_ids=ROWS)
+    assert len(report.tokens) == sum(len(row) - 1 for row in ROWS)
+    assert report.units["model.layers.3"] == pytest.approx(report.tokens["delta_nats"].abs().mean(), rel=1e-6)
+    assert report.metrics["mean_abs_nats"] > 0
+    assert all(value == 0.0 for name, value in report.units.items() if name != "model.layers.3")
+    single = two_ranks.divergence("float32", "bfloat16", token_ids=ROWS[:1])  # one rank has nothing but padding
+    assert len(single.tokens) == len(ROWS[0]) - 1
+    assert single.units["model.layers.3"] == pytest.approx(single.tokens["delta_nats"].abs().mean(), rel=1e-6)
+    assert 0 < single.metrics["gradient_relative_error"] < 0.1
 
 
 def test_the_final_norm_in_the_root_unit_is_named(one_rank: tk.Session) -> None:

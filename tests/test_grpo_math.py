@@ -35,6 +35,13 @@ def test_advantages_by_hand() -> None:
         atol=1e-5,
         rtol=0,
     )
+    # Leave-one-out over the deviation of the whole group: G / (G - 1) = 4/3 of the above.
+    close(
+        advantages(True, True),
+        torch.tensor([[2.0, -2 * third, -2 * third, -2 * third], [2 / 3**0.5] * 2 + [-2 / 3**0.5] * 2]),
+        atol=1e-5,
+        rtol=0,
+    )
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 1e8])

@@ -198,3 +198,21 @@ def test_a_step_in_which_everything_is_cut_off_has_no_loss(one_rank: tk.Session)
     assert record.metrics["loss"] == 0.0
     assert record.metrics["grad_norm"] == 0.0
     assert record.metrics["truncation_rate"] > 0.9
+
+
+def test_instruments_take_every_option(two_ranks: tk.Session) -> None:
+    """Memory of made-up tokens and divergence of given ones have neither sampler nor rewards."""
+    fields = {
+        "use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.1, "train_global_batch_size": 8,
+    }  # fmt: skip
+    with tk.launch(model=tk.tiny_policy(), **FIELDS, **fields) as session:
+        report = session.memory(num_sequences=4, sequence_length=33)
+        assert sum(report.categories.values()) == report.peak_bytes
+        plain = two_ranks.divergence(token_ids=[[1, 5, 6, 7, 2]] * 2)
+        mine = session.divergence(token_ids=[[1, 5, 6, 7, 2]] * 2)
+        assert mine.tokens.columns.tolist() == plain.tokens.columns.tolist()
+        assert session.divergence().summary["gradient_cosine"] > 0.9
+        parameters = report.categories["parameters"]
+    with tk.launch(model=tk.tiny_policy(), **FIELDS) as session:
+        without = session.memory(num_sequences=4, sequence_length=33).categories["parameters"]
+    assert parameters == 2 * without  # the reference's shards

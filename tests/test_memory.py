@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -80,6 +82,59 @@ def test_what_is_known_beforehand_is_counted_exactly(one_rank: tk.Session) -> No
     steps = 4 * 47  # one float32 step counter per parameter
     assert report.categories["optimizer"] == 8 * elements + steps
     assert report.categories["inputs"] == 4 * 33 * (3 * 8 + 4) + 4 * 4 + 4 * 32 * 4
+    # At the peak, in backward, a layer is gathered in bfloat16, and the root, which is gathered for all of the step.
+    assert report.peak_phase == "backward"
+    own = one_rank.units().query("rank == 0").set_index("name")["num_parameters"]
+    assert report.categories["unsharded_parameters"] == 2 * (own["model.layers.0"] + own["(root)"])
+    # The optimizer meets the float32 gradient of every parameter and nothing else that counts as one.
+    optimizer = [i for i, phase in enumerate(report.timeline["phase"]) if phase == "optimizer"]
+    assert max(report.timeline["gradients"][i] for i in optimizer) == 4 * elements
+    assert max(report.timeline["unsharded_parameters"][i] for i in optimizer) == 0
+
+
+B, T, V = 4, 33, 96
+WHOLE, SHIFTED = (B, T, V), (B, T - 1, V)
+#: Logit-sized tensors of an unpacked materialized loss in the order of their making: operation, phase, shape, dtype.
+STAGES = {
+    ("float32", 1.0): [
+        ("head output", "forward", (B * T, V), "bfloat16"),
+        ("dtype copy", "forward", WHOLE, "float32"),  # the root's output dtype
+        ("log-softmax", "loss", SHIFTED, "float32"),
+        ("contiguous copy inside log-softmax", "loss", SHIFTED, "float32"),
+        ("gradient of gather", "backward", SHIFTED, "float32"),  # zeros, and the scatter into them
+        ("gradient of gather", "backward", SHIFTED, "float32"),
+        ("gradient of log-softmax", "backward", SHIFTED, "float32"),
+        ("gradient of the shift by one token", "backward", WHOLE, "float32"),
+        ("dtype copy", "backward", WHOLE, "bfloat16"),
+    ],
+    ("bfloat16", 0.7): [
+        ("head output", "forward", (B * T, V), "bfloat16"),
+        ("dtype copy", "loss", WHOLE, "float32"),  # the upcast before the softmax
+        ("divided by temperature", "loss", SHIFTED, "float32"),  # makes it contiguous by the way
+        ("log-softmax", "loss", SHIFTED, "float32"),
+        ("gradient of gather", "backward", SHIFTED, "float32"),
+        ("gradient of gather", "backward", SHIFTED, "float32"),
+        ("gradient of log-softmax", "backward", SHIFTED, "float32"),
+        ("divided by temperature", "backward", SHIFTED, "float32"),
+        ("gradient of the shift by one token", "backward", WHOLE, "float32"),
+        ("dtype copy", "backward", WHOLE, "bfloat16"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("dtype", "temperature"), list(STAGES))
+def test_logit_buffers_are_named_by_what_makes_them(dtype: str, temperature: float, one_rank: tk.Session) -> None:
+    before = one_rank.config
+    one_rank.config = dataclasses.replace(before, temperature=temperature)
+    try:
+        report = one_rank.memory(output_dtype=dtype, num_sequences=B, sequence_length=T)
+    finally:
+        one_rank.config = before
+    found = [(b["stage"], b["phase"], b["shape"], b["dtype"]) for b in report.logit_buffers]
+    assert found == STAGES[dtype, temperature]
+    sizes = {"float32": 4, "bfloat16": 2}
+    assert all(b["bytes"] == math.prod(b["shape"]) * sizes[b["dtype"]] for b in report.logit_buffers)
+    assert sum(b["bytes"] for b in report.logit_buffers if b["alive_at_logit_peak"]) == report.logit_peak_bytes
 
 
 def test_measuring_changes_nothing(two_ranks: tk.Session) -> None:

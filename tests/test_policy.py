@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import toolkit as tk
 from toolkit import fsdp
 from toolkit.errors import SpecError
 from toolkit.policy import Policy, switch
 from toolkit.prompts import make_batch
+from toolkit.rollouts import Rollouts, sample
 from toolkit.spec import DTYPES, GRPOConfig
 from toolkit.step import TrainingBatch, forward_backward, forward_logprobs, score
 
@@ -283,6 +288,142 @@ def test_after_a_failed_forward_the_next_step_is_the_undisturbed_one() -> None:
                 session.run(failing)
             disturbed.append(session.grpo_step().metrics)
     assert disturbed == straight
+
+
+def changed_copy(folder: Path, name: str, change: dict[str, Any]) -> Path:
+    """The tiny policy with entries of one of its JSON files changed; None takes an entry out."""
+    shutil.copytree(tk.tiny_policy(), folder)
+    fields = json.loads((folder / name).read_text()) | change
+    (folder / name).write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    return folder
+
+
+def test_dropout_is_off_in_training_too(tmp_path: Path) -> None:
+    dropping = changed_copy(tmp_path / "m", "config.json", {"attention_dropout": 0.5})
+    rows = [[1, 5, 6, 7, 2], [1, 8, 9]]
+    with tk.launch(model=tk.tiny_policy()) as plain, tk.launch(model=dropping) as session:
+        np.testing.assert_array_equal(session.logprobs(rows), plain.logprobs(rows))
+        assert session.run(loss_and_gradients)[0][0] == plain.run(loss_and_gradients)[0][0]
+
+
+@pytest.mark.parametrize("name", ["GPT2", "OPT"])
+def test_every_kind_of_dropout_is_off(name: str, tmp_path: Path) -> None:
+    """Against transformers' own model in evaluation mode, in float64: no kind has dropouts of the same names."""
+    import transformers
+
+    fields = {
+        "GPT2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+        "OPT": {
+            "max_position_embeddings": 64, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "layerdrop": 0.5, "attention_dropout": 0.3,
+        },
+    }[name]  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(vocab_size=96, bos_token_id=1, eos_token_id=2, pad_token_id=0, **fields)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(tk.tiny_policy()).save_pretrained(tmp_path)
+    rows = [[1, 5, 6, 7, 2], [1, 8, 9, 40, 41]]
+    with tk.launch(model=tmp_path, precision="float32") as session:
+        found = session.logprobs(rows)
+    exact = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    with torch.no_grad():
+        want_BTV = torch.log_softmax(exact(torch.tensor(rows)).logits, -1)
+    want = want_BTV[:, :-1].gather(-1, torch.tensor(rows)[:, 1:, None]).squeeze(-1)
+    np.testing.assert_allclose(found, want.numpy(), atol=1e-5)
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_the_end_of_sequence(tmp_path: Path) -> None:
+    def sampled(policy: Policy) -> tuple[int | None, Rollouts]:
+        problems = [("1+1=", "2"), ("12+34=", "46"), ("7+88=", "95")]
+        return policy.tokenizer.pad_token_id, sample(
+            policy, problems, num_generations=4, max_new_tokens=5, temperature=1.0, seed=1
+        )
+
+    bare = changed_copy(tmp_path / "m", "tokenizer_config.json", {"pad_token": None})
+    with tk.launch(model=tk.tiny_policy()) as plain, tk.launch(model=bare) as session:
+        ((pad, rollouts),), ((_, want),) = session.run(sampled), plain.run(sampled)
+        np.testing.assert_array_equal(session.logprobs([[1, 5], [1, 6, 7]]), plain.logprobs([[1, 5], [1, 6, 7]]))
+    assert pad == 2
+    assert rollouts.completions == want.completions
+    assert torch.equal(rollouts.batch.mask_BT, want.batch.mask_BT)
+    padding = rollouts.batch.mask_BT == 0
+    assert padding[:, 0].any()
+    assert rollouts.batch.ids_BT[padding].eq(2).all()
+    assert torch.equal(rollouts.batch.ids_BT[~padding], want.batch.ids_BT[~padding])
+    assert torch.equal(rollouts.generation_logprobs_BT, want.generation_logprobs_BT)
+
+
+class Gathers(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the all-gathers of parameters."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name == "c10d::_allgather_base_"
+        return func(*args, **(kwargs or {}))
+
+
+def test_parameters_are_gathered_once_while_kept_and_every_time_before_and_after(two_ranks: tk.Session) -> None:
+    def counts(policy: Policy) -> tuple[list[int], list[bool]]:
+        found, sharded = [], []
+
+        def look() -> None:
+            sharded.append(all(isinstance(p, DTensor) for p in policy.model.parameters()))
+
+        def forwards(number: int) -> None:
+            batch = make_batch(*BATCH, pad_id=0)
+            with Gathers() as gathers, torch.no_grad(), policy.autocast():
+                for _ in range(number):
+                    policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT)
+            found.append(gathers.count)
+
+        def train() -> None:
+            with Gathers() as gathers:
+                forward_backward(policy, GRPOConfig(), training(policy))
+            found.append(gathers.count)
+            policy.model.zero_grad(set_to_none=True)
+
+        train()
+        look()
+        with fsdp.kept_unsharded(policy.model):
+            forwards(3)
+            look()
+        look()
+        train()
+        look()
+        return found, sharded
+
+    units = 7  # root, embedding, four layers, head
+    for found, sharded in two_ranks.run(counts):
+        assert found[1] == units
+        assert found[0] == found[2] > units  # backward gathers again what forward has freed
+        assert sharded == [True, False, True, True]
+
+
+def test_nothing_stays_gathered_after_any_call(two_ranks: tk.Session) -> None:
+    """A gathered copy is as large as the model, and would be in the next measurement of memory."""
+
+    def sharded(policy: Policy) -> bool:
+        return all(isinstance(p, DTensor) for p in policy.model.parameters())
+
+    def switched() -> None:
+        two_ranks.output_dtype = "bfloat16"
+        assert two_ranks.run(sharded) == [True, True]
+        two_ranks.output_dtype = "float32"
+
+    rows = [[1, 5, 6, 7, 2], [1, 8, 9]]
+    calls: list[Any] = [
+        lambda: two_ranks.logprobs(rows),
+        lambda: two_ranks.divergence(token_ids=rows),
+        lambda: two_ranks.rollout(2),
+        lambda: two_ranks.evaluate(2),
+        lambda: two_ranks.memory(num_sequences=1, sequence_length=5),
+        two_ranks.grpo_step,
+        switched,
+    ]
+    for call in calls:
+        call()
+        assert two_ranks.run(sharded) == [True, True]
 
 
 def test_switch_refuses_what_needs_a_build(one_rank: tk.Session) -> None:

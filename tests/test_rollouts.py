@@ -126,6 +126,62 @@ def test_top_k_and_top_p_restrict_the_choice() -> None:
         assert all_completions(session.run(sampled, seed=3)) != greedy
 
 
+def exact_logits(prompts: list[str]) -> list[torch.Tensor]:
+    """Next-token logits [V] of each prompt, by the plain transformers model in float64."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tk.tiny_policy())
+    model = AutoModelForCausalLM.from_pretrained(tk.tiny_policy(), dtype=torch.float64)
+    with torch.no_grad():
+        return [model(torch.tensor([tokenizer(prompt)["input_ids"]])).logits[0, -1] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(2.0, None, 0.9), (0.5, None, 0.9), (3.0, 4, 1.0), (3.0, 5, 0.8), (1.5, None, 1.0)]
+)
+def test_tokens_and_their_logprobs_by_hand(
+    temperature: float, top_k: int | None, top_p: float, tensor_parallel: tk.Session
+) -> None:
+    """Temperature first, then the k most likely, then the smallest set that holds top_p of what these hold.
+
+    The choice is made in that set; the logprob is that of the whole distribution at the temperature.
+    """
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "num_generations": 32, "max_new_tokens": 1}
+    per_rank = tensor_parallel.run(sampled, **options, seed=3)[::2]
+    tokens = [int(i) for r in per_rank for i in r.batch.ids_BT[r.batch.token_mask_BT > 0]]
+    logprobs = [float(x) for r in per_rank for x in r.generation_logprobs_BT[r.batch.token_mask_BT > 0]]
+    uniform = torch.rand(len(tokens), 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64).flatten()
+    want_tokens, want_logprobs = [], []
+    for prompt, logits_V in enumerate(exact_logits([prompt for prompt, _ in PROBLEMS])):
+        whole_V = torch.softmax(logits_V / temperature, -1)
+        kept_V = whole_V.clone()
+        if top_k is not None:
+            kept_V[whole_V < whole_V.topk(top_k).values[-1]] = 0
+        kept_V /= kept_V.sum()
+        order = kept_V.argsort(descending=True)
+        before = kept_V[order].cumsum(-1) - kept_V[order]  # what the more likely ones hold
+        kept_V[order[before >= top_p]] = 0
+        cumulative_V = kept_V.cumsum(-1) / kept_V.sum()
+        for place in range(32):
+            want_tokens.append(int((cumulative_V <= uniform[32 * prompt + place]).sum()))
+            want_logprobs.append(float(whole_V[want_tokens[-1]].log()))
+    assert tokens == want_tokens
+    assert len(set(tokens)) > 5
+    assert logprobs == pytest.approx(want_logprobs, abs=1e-4)
+
+
+def test_tensor_parallel_peers_follow_the_first_of_them(tensor_parallel: tk.Session) -> None:
+    def own_seed(policy: Policy) -> Rollouts:
+        return sampled(policy, seed=5 + policy.mesh["tp"].get_local_rank())  # peers that would choose differently
+
+    apart, alike = tensor_parallel.run(own_seed), tensor_parallel.run(sampled, seed=5)
+    for mine, theirs in zip(apart, alike, strict=True):
+        assert torch.equal(mine.batch.ids_BT, theirs.batch.ids_BT)
+        assert torch.equal(mine.generation_logprobs_BT, theirs.generation_logprobs_BT)
+    assert all_completions(alike[:1]) == all_completions(alike[1:2]) != all_completions(alike[2:3])
+    assert all_completions(tensor_parallel.run(sampled, seed=6)) != all_completions(alike)
+
+
 def test_logits_out_of_range_are_a_clear_error_not_nan_rewards() -> None:
     def break_head(policy: Policy) -> None:
         policy.model.lm_head.weight.data.mul_(1e8)

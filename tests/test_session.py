@@ -158,6 +158,67 @@ def test_attributes_that_do_nothing_cannot_be_set(one_rank: tk.Session) -> None:
             one_rank.config = config  # type: ignore[assignment]
 
 
+def test_live_settings_act_on_the_next_forward() -> None:
+    """Each by what it changes: logprobs worked by hand from the logits, the region autocast opens, the bytes of the loss."""
+    import torch
+
+    from toolkit import fsdp
+    from toolkit.policy import Policy
+
+    rows = [[1, 5, 6, 7, 14, 2], [1, 8, 9, 40, 41, 2]]
+
+    def logits(policy: Policy) -> tuple[torch.Tensor, bool]:
+        ids_BT = torch.tensor(rows)
+        seen: list[bool] = []
+        handle = policy.model.lm_head.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+        with torch.no_grad(), policy.autocast():
+            found = policy.forward(ids_BT, torch.ones_like(ids_BT), torch.arange(6).expand(2, -1)).logits
+        handle.remove()
+        fsdp.reshard(policy.model)
+        return found, seen[0]
+
+    def by_hand(scaled_BTV: torch.Tensor) -> np.ndarray[Any, Any]:
+        logprobs_BTV = torch.log_softmax(scaled_BTV.double(), -1)[:, :-1]
+        return logprobs_BTV.gather(-1, torch.tensor(rows)[:, 1:, None]).squeeze(-1).numpy()
+
+    def loss_bytes_per_logit() -> float:
+        report = session.memory(num_sequences=4, sequence_length=129)
+        return report.logit_peak_bytes / report.logit_elements
+
+    with tk.launch(model=tk.tiny_policy(), temperature=0.7) as session:
+        session.set_live(output_dtype="bfloat16", temperature_order="before_upcast")
+        ((logits_BTV, autocasts),) = session.run(logits)
+        assert (logits_BTV.dtype, autocasts) == (torch.bfloat16, True)
+        early = session.logprobs(rows, temperature=0.7)
+        np.testing.assert_allclose(early, by_hand(logits_BTV / 0.7), atol=1e-5)
+        with pytest.raises(SpecError, match="changes nothing at temperature=0.5"):
+            session.config = dataclasses.replace(session.config, temperature=0.5)
+
+        session.set_live(temperature_order="after_upcast")
+        late = session.logprobs(rows, temperature=0.7)
+        np.testing.assert_allclose(late, by_hand(logits_BTV.double() / 0.7), atol=1e-5)
+        assert np.abs(early - late).max() > 1e-3
+
+        session.config = dataclasses.replace(session.config, temperature=0.5)
+        with pytest.raises(SpecError, match="changes nothing at temperature=0.5"):
+            session.set_live(temperature_order="before_upcast")
+        assert session.spec.temperature_order == "after_upcast"
+        np.testing.assert_array_equal(session.logprobs(rows, temperature=0.7), late)
+
+        session.set_live(autocast=False)
+        assert session.run(logits)[0][1] is False
+        session.set_live(cast_forward_inputs=False)
+        assert set(session.units()["cast_forward_inputs"]) == {False}
+        session.set_live(cast_forward_inputs=True, autocast=True)
+        assert set(session.units()["cast_forward_inputs"]) == {True}
+        assert session.run(logits)[0][1] is True
+
+        assert loss_bytes_per_logit() > 10
+        session.set_live(logprob_mode="chunked", logprob_chunk_size=8)
+        assert loss_bytes_per_logit() == pytest.approx(4, abs=0.3)
+        np.testing.assert_allclose(session.logprobs(rows, temperature=0.7), late, atol=1e-5)
+
+
 def test_two_threads_take_different_steps() -> None:
     fields = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 3}
     with tk.launch(model=tk.tiny_policy(), **fields) as session:
@@ -258,6 +319,42 @@ def test_logprobs_of_given_tokens(one_rank: tk.Session, two_ranks: tk.Session) -
         assert (found[~np.isnan(found)] < 0).all()
     hot = one_rank.logprobs(rows, temperature=2.0)
     assert not np.allclose(hot[0], one_rank.logprobs(rows)[0])
+
+
+def test_logprobs_of_tensor_parallel_ranks_come_once_and_in_order(tensor_parallel: tk.Session) -> None:
+    """Five rows over two copies of the model, of two ranks each: against the plain transformers model in float64."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    rows = [[1, 5, 6, 7], [1, 8], [1, 9, 9], [1, 4, 40, 5, 14], [1, 20, 30]]
+    model = AutoModelForCausalLM.from_pretrained(tk.tiny_policy(), dtype=torch.float64)
+    for temperature in (1.0, 0.7):
+        found = tensor_parallel.logprobs(rows, temperature=temperature)
+        want = np.full((5, 4), np.nan)
+        for index, row in enumerate(rows):
+            logprobs_TV = torch.log_softmax(model(torch.tensor([row])).logits[0].detach() / temperature, -1)
+            want[index, : len(row) - 1] = [float(logprobs_TV[t, token]) for t, token in enumerate(row[1:])]
+        np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("session", ["one_rank", "two_ranks", "tensor_parallel"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_each_held_out_problem_is_graded_once_whatever_the_ranks(
+    session: str, count: int, request: pytest.FixtureRequest
+) -> None:
+    """The share of the last rank is filled up with the first problem, here the only one graded 1."""
+    live: tk.Session = request.getfixturevalue(session)
+    held_out = [(f"{a}+1=", str(a)) for a in range(count)]
+    task = tk.Task("first", held_out, held_out, reward=lambda prompt, completion, answer: float(prompt == "0+1="))
+    before = live.config
+    live.config = dataclasses.replace(before, task=task)
+    try:
+        record = live.evaluate()
+    finally:
+        live.config = before
+    assert list(zip(record.to_frame()["prompt"], record.to_frame()["answer"], strict=True)) == held_out
+    assert record.num_problems == count
+    assert record.accuracy == 1 / count
 
 
 def test_rollouts_and_evaluation(one_rank: tk.Session, two_ranks: tk.Session) -> None:

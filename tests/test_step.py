@@ -6,16 +6,31 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import toolkit as tk
 from toolkit.errors import SpecError
 from toolkit.policy import Policy
+from toolkit.prompts import make_batch
+from toolkit.ranks import set_stop
 from toolkit.records import StepRecords
+from toolkit.rollouts import Rollouts
 from toolkit.spec import GRPOConfig
-from toolkit.step import clip_gradients, forward_backward, grade_together, sample_step, training_batch
+from toolkit.step import (
+    TrainingBatch,
+    _reduce_metrics,
+    clip_gradients,
+    forward_backward,
+    grade_together,
+    grpo_step,
+    sample_step,
+    score,
+    training_batch,
+)
 
 from .faults import fault
 
@@ -108,6 +123,163 @@ def test_metrics_are_what_they_are_called(one_rank: tk.Session) -> None:
     assert {k: record.metrics[k] for k in want} == pytest.approx(want, rel=1e-5, abs=1e-9)
     assert record.output_dtype == "bfloat16"
     assert record.step == step + 1
+
+
+#: Per rank: completion lengths, whether each ended itself, sampler and trainer logprobs of its tokens, rewards.
+ROLLOUTS: list[dict[str, Any]] = [
+    {"lengths": [3, 1], "stopped": [True, False], "g": [-0.5, -1.0, -2.0, -0.1], "p": [-0.7, -1.0, -1.2, -0.4]},
+    {
+        "lengths": [2, 4],
+        "stopped": [False, False],
+        "g": [-3.0, -0.2, -0.3, -0.9, -1.1, -0.6],
+        "p": [-2.0, -0.2, -0.8, -0.5, -1.5, -0.1],
+    },
+]
+
+
+def test_metrics_of_hand_made_rollouts_over_two_ranks(two_ranks: tk.Session) -> None:
+    """Logprobs of sampler and trainer far apart, as no healthy step has them, so that every weight shows."""
+
+    def metrics(policy: Policy) -> dict[str, float]:
+        mine = ROLLOUTS[policy.data_rank]
+        prompts = [[1, 5, 6], [1, 7]]
+        batch = make_batch([p + [9] * n for p, n in zip(prompts, mine["lengths"], strict=True)], [3, 2], 0, width=9)
+        counted = batch.token_mask_BT > 0
+        generation_BT, previous_BT = torch.full((2, 9), 7.0), torch.full((2, 9), -7.0)  # never read where nothing counts
+        generation_BT[counted], previous_BT[counted] = torch.tensor(mine["g"]), torch.tensor(mine["p"])
+        rollouts = Rollouts(["a", "b"], ["", ""], ["", ""], batch, generation_BT, torch.tensor(mine["stopped"]), 2)
+        training = TrainingBatch(batch, torch.zeros(2), previous_BT[:, 1:], num_tokens=10.0, num_sequences=4.0)
+        rank = policy.data_rank
+        sums = {"probs_ratio": 4.0 + rank, "probs_ratio_clamped": 3.0 + rank, "clip_fraction": 1.0 + rank}
+        sums |= {"probs_ratio_min": 0.5 + rank, "probs_ratio_max": 1.5 + rank}
+        return _reduce_metrics(policy, rollouts, training, torch.tensor([1.0, 0.25]) * (rank + 1), sums)
+
+    g, p = (np.array([x for rank in ROLLOUTS for x in rank[side]]) for side in ("g", "p"))
+    want = {
+        "truncation_rate": 3 / 4,
+        "mean_gen_tokens_per_sample": 10 / 4,
+        "reward": (1 + 0.25 + 2 + 0.5) / 4,
+        "approx_entropy": -np.mean(np.exp(p - g) * p),
+        "token_mult_prob_error": np.mean(np.exp(np.abs(p - g))),
+        "sampling_importance_ratio": np.mean(np.exp(p - g)),
+        "probs_ratio": 9 / 10,
+        "probs_ratio_clamped": 7 / 10,
+        "clip_fraction": 3 / 10,
+        "probs_ratio_min": 0.5,
+        "probs_ratio_max": 2.5,
+        "global_valid_toks": 10.0,
+        "global_valid_seqs": 4.0,
+    }
+    for found in two_ranks.run(metrics):
+        assert {name: found[name] for name in want} == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+def test_ratios_of_a_step_are_those_planted_however_it_is_cut(micro_batch_size: int | None, one_rank: tk.Session) -> None:
+    ratios = [[1.5, 0.5], [0.9, 1.1, 1.0], [1.3], [0.75, 1.25]]
+
+    def found(policy: Policy) -> dict[str, float]:
+        batch = make_batch([[1, 5, 6] + [9] * len(row) for row in ratios], [3] * 4, 0)
+        ratio_BT = torch.ones(batch.ids_BT.shape)
+        ratio_BT[batch.token_mask_BT > 0] = torch.tensor([r for row in ratios for r in row])
+        previous_BT = score(policy, batch, 1.0, micro_batch_size) - ratio_BT[:, 1:].log()
+        training = TrainingBatch(batch, torch.ones(4), previous_BT, num_tokens=8.0, num_sequences=4.0)
+        _, sums = forward_backward(policy, GRPOConfig(train_micro_batch_size=micro_batch_size), training)
+        policy.model.zero_grad(set_to_none=True)
+        return sums
+
+    flat = [r for row in ratios for r in row]
+    want = {
+        "probs_ratio": sum(flat),
+        "probs_ratio_clamped": 1.2 + 0.8 + 0.9 + 1.1 + 1.0 + 1.2 + 0.8 + 1.2,
+        "clip_fraction": 5.0,
+        "probs_ratio_min": 0.5,
+        "probs_ratio_max": 1.5,
+    }
+    assert one_rank.run(found) == [pytest.approx(want, rel=1e-5)]
+
+
+@pytest.mark.parametrize("session", ["two_ranks", "tensor_parallel"])
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e9])
+def test_planted_gradients_are_scaled_to_the_norm_or_left(
+    session: str, max_norm: float | None, request: pytest.FixtureRequest
+) -> None:
+    def clipped(policy: Policy) -> tuple[float, int, list[torch.Tensor]]:
+        params = list(policy.model.parameters())
+        for param in params:
+            param.grad = torch.full_like(param, 3.0)
+        norm = clip_gradients(policy, max_norm)
+        grads = [p.grad.full_tensor().flatten() for p in params]  # type: ignore[union-attr]
+        policy.model.zero_grad(set_to_none=True)
+        return norm, sum(map(len, grads)), [grads[0], grads[-1], torch.cat(grads)[[0, -1]]]
+
+    for norm, elements, grads in request.getfixturevalue(session).run(clipped):
+        assert norm == pytest.approx(3.0 * elements**0.5, rel=1e-9)  # each element once, over all ranks
+        want = 3.0 if max_norm in (None, 1e9) else 0.5 / elements**0.5
+        for grad in grads:
+            torch.testing.assert_close(grad, torch.full_like(grad, want), rtol=0 if want == 3.0 else 1e-5, atol=0)
+
+
+def test_the_update_is_adamw_on_the_steps_gradients() -> None:
+    """Whole steps replayed with torch's AdamW on plain tensors, from the gradients the optimizer was given."""
+    max_norms = [None, 0.01, None]
+
+    def whole(tensors: Any) -> list[torch.Tensor]:
+        return [t.full_tensor().detach().clone() for t in tensors]
+
+    def steps(policy: Policy, config: GRPOConfig, problems: Any) -> Any:
+        params, grads, norms = list(policy.model.parameters()), [], []
+        before = whole(params)
+        hook = policy.optimizer.register_step_pre_hook(lambda *_: grads.append(whole(p.grad for p in params)))
+        for step, max_norm in enumerate(max_norms):
+            config = dataclasses.replace(config, max_grad_norm=max_norm)
+            norms.append(grpo_step(policy, config, problems, None, step).metrics["grad_norm"])
+        hook.remove()
+        return before, grads, norms, whole(params)
+
+    fields = {**FIELDS, "learning_rate": 1e-3, "weight_decay": 0.5, "warmup_steps": 2}
+    with tk.launch(model=tk.tiny_policy(), **fields) as session:
+        ((before, grads, norms, after),) = session.run(steps, session.config, session._problems(session.task, 8, 0))
+    reference = [torch.nn.Parameter(p.clone()) for p in before]
+    plain = torch.optim.AdamW(reference, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.5)
+    for step, given in enumerate(grads):
+        norm = float(torch.cat([g.flatten() for g in given]).double().norm())
+        assert norm == pytest.approx(max_norms[step] or norms[step], rel=1e-4)
+        plain.param_groups[0]["lr"] = (5e-4, 1e-3, 1e-3)[step]
+        for param, grad in zip(reference, given, strict=True):
+            param.grad = grad
+        plain.step()
+    assert min(norms) > 0.01
+    for found, want, start in zip(after, reference, before, strict=True):
+        torch.testing.assert_close(found, want.detach(), rtol=1e-6, atol=1e-8)
+        assert float((found - start).abs().max()) > 1e-4
+
+
+def test_ctrl_c_in_the_last_backward_leaves_the_weights(two_ranks: tk.Session) -> None:
+    """The boundary right before the optimizer: asked of one rank only, obeyed by both."""
+
+    def state(policy: Policy) -> list[torch.Tensor]:
+        moments = [v for s in policy.optimizer.state.values() for v in s.values()]
+        tensors = [*policy.model.parameters(), *moments]
+        return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
+
+    def asked_in_backward(policy: Policy, config: GRPOConfig, problems: Any) -> None:
+        def ask(*_: Any) -> None:
+            if policy.data_rank == 1:
+                set_stop()
+
+        handle = policy.model.model.layers[0].mlp.register_full_backward_pre_hook(ask)
+        try:
+            grpo_step(policy, config, problems, None, 0)
+        finally:
+            handle.remove()
+
+    two_ranks.grpo_step()  # so that there are moments
+    before = two_ranks.run(state)
+    with pytest.raises(KeyboardInterrupt):
+        two_ranks.run(asked_in_backward, two_ranks.config, two_ranks._problems(two_ranks.task, 8, 0))
+    for mine, theirs in zip(before, two_ranks.run(state), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_gradient_norm_and_clipping_against_the_whole_gradient(two_ranks: tk.Session) -> None:

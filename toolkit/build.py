@@ -81,7 +81,10 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
 
 
 def _config_without_dropout(model: str) -> Any:
-    """The model's config with every dropout at 0: a second forward of the same tokens must give the same logprobs."""
+    """The model's config with every dropout at 0, of whole layers (`layerdrop`) and router jitter too.
+
+    A second forward of the same tokens must give the same logprobs.
+    """
     config = AutoConfig.from_pretrained(model)
     for name, value in _dropout_fields(config).items():
         setattr(config, name, value)
@@ -90,7 +93,7 @@ def _config_without_dropout(model: str) -> Any:
 
 def _dropout_fields(config: Any) -> dict[str, float]:
     named = config.to_dict().items()
-    return {k: 0.0 for k, v in named if isinstance(v, float) and ("dropout" in k or k.endswith("pdrop"))}
+    return {k: 0.0 for k, v in named if isinstance(v, float) and ("drop" in k or "jitter" in k)}
 
 
 @contextlib.contextmanager

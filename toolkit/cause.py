@@ -77,7 +77,7 @@ def resolve_settings(
 
 
 def by_unit(
-    policy: Policy, training: TrainingBatch, side_a: Setting, side_b: Setting, logprobs_a_BT: torch.Tensor, num_real: int
+    policy: Policy, training: TrainingBatch, side_a: Setting, side_b: Setting, logprobs_a_BT: torch.Tensor
 ) -> dict[str, float]:
     """Mean |delta| when one FSDP unit alone emits b's output dtype and all others a's."""
     differing = {k for k in side_a.live if side_a.live[k] != side_b.live[k]}
@@ -85,7 +85,6 @@ def by_unit(
         return {}
     found = {}
     mask_BT = training.batch.token_mask_BT[:, 1:].cpu() > 0
-    mask_BT[num_real:] = False
     before, after = (dataclasses.replace(policy.spec, **side.live) for side in (side_a, side_b))
     head = fsdp.head_name(policy.model)
     names = [

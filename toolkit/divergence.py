@@ -27,6 +27,7 @@ from toolkit.step import (
     forward_logprobs,
     grade_together,
     sample_step,
+    shard_and_copies,
     training_batch,
 )
 
@@ -112,10 +113,10 @@ def compare(
     for side in (side_a, side_b):  # refuse either before anything runs
         with policy.temporarily(**side.live):
             pass
-    training, num_real = _tokens(policy, config, problems, token_ids, reward, step)
+    training = _tokens(policy, config, problems, token_ids, reward, step)
     score_a, score_b = (_score(policy, config, training, side) for side in (side_a, side_b))
-    table, metrics = _per_token(policy, config, training, score_a, score_b, num_real)
-    units = by_unit(policy, training, side_a, side_b, score_a.logprobs_BT, num_real) if metrics["mean_abs_nats"] else {}
+    table, metrics = _per_token(policy, config, training, score_a, score_b)
+    units = by_unit(policy, training, side_a, side_b, score_a.logprobs_BT) if metrics["mean_abs_nats"] else {}
     name_a, name_b = side_a.describe(side_b), side_b.describe(side_a)
     cause = explain(policy, side_a, side_b, metrics, units, score_a.gradient)
     return DivergenceReport(name_a, name_b, table, metrics, units, cause, config.ratio_clip_min, config.ratio_clip_max)
@@ -128,24 +129,21 @@ def _tokens(
     token_ids: list[list[int]] | None,
     reward: Reward | None,
     step: int,
-) -> tuple[TrainingBatch, int]:
-    """This rank's sequences, and how many of them are not padding to fill the last rank's share."""
+) -> TrainingBatch:
+    """This rank's sequences. Those that only fill up the last rank's share have no token that counts, anywhere."""
     if token_ids is None:
         assert problems is not None
         rollouts = sample_step(policy, config, problems, step)
-        training = training_batch(policy, config, rollouts, grade_together(policy, rollouts, reward))
-        return training, training.batch.num_sequences
+        return training_batch(policy, config, rollouts, grade_together(policy, rollouts, reward))
     padded = token_ids + token_ids[:1] * (-len(token_ids) % policy.data_size)
     share = len(padded) // policy.data_size
     first = policy.data_rank * share
     rows = padded[first : first + share]
     batch = make_batch(rows, [1] * share, policy.tokenizer.pad_token_id).to(policy.device)
-    num_real = max(0, min(share, len(token_ids) - first))
-    counts = torch.tensor([batch.token_mask_BT.sum(), share], dtype=torch.float64)
-    num_tokens, num_sequences = policy.sum_over_data(counts).tolist()
+    batch.token_mask_BT[max(0, len(token_ids) - first) :] = 0
+    num_tokens = float(sum(len(ids) - 1 for ids in token_ids))
     previous_BT = torch.zeros(batch.ids_BT[:, 1:].shape, device=policy.device)
-    training = TrainingBatch(batch, torch.zeros(share, device=policy.device), previous_BT, num_tokens, num_sequences)
-    return training, num_real
+    return TrainingBatch(batch, torch.zeros(share, device=policy.device), previous_BT, num_tokens, float(len(token_ids)))
 
 
 @dataclass(slots=True)
@@ -153,10 +151,12 @@ class _Score:
     logprobs_BT: torch.Tensor  # [B, T-1] float32, CPU
     argmax_BT: torch.Tensor  # [B, T-1] int64, CPU
     gradient: str  # of what: "GRPO loss" or "mean logprob"
-    gradients: list[torch.Tensor]  # this rank's shards, float32
+    gradients: list[tuple[torch.Tensor, int]]  # this rank's shards, float32, and how many ranks hold the same one
 
 
 def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Setting) -> _Score:
+    if training.generation_BT is None:  # given tokens: nobody sampled them, so there is nothing to correct or penalise
+        config = GRPOConfig(train_micro_batch_size=config.train_micro_batch_size)
     config = dataclasses.replace(config, temperature=side.temperature)
     with policy.temporarily(**side.live):
         policy.model.train()
@@ -176,31 +176,25 @@ def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Se
             advantages_B, of = torch.ones_like(advantages_B), "mean logprob"
         scored = dataclasses.replace(training, advantages_B=advantages_B, previous_BT=logprobs_BT)
         forward_backward(policy, config, scored)
-        grads = [_shard(p.grad) for p in policy.model.parameters() if p.grad is not None]
+        held = [shard_and_copies(p.grad) for p in policy.model.parameters() if p.grad is not None]
+        grads = [(shard.detach().clone(), copies) for shard, copies in held]
         policy.model.zero_grad(set_to_none=True)
     return _Score(logprobs_BT.cpu(), argmax_BT, of, grads)
 
 
-def _shard(grad: torch.Tensor) -> torch.Tensor:
-    local = grad.to_local() if isinstance(grad, torch.distributed.tensor.DTensor) else grad
-    return local.detach().clone()
-
-
 def _per_token(
-    policy: Policy, config: GRPOConfig, training: TrainingBatch, a: _Score, b: _Score, num_real: int
+    policy: Policy, config: GRPOConfig, training: TrainingBatch, a: _Score, b: _Score
 ) -> tuple[pd.DataFrame, dict[str, float]]:
     """The table of all ranks' tokens, and the metrics over them."""
     import pandas as pd
 
     batch = training.batch.to(torch.device("cpu"))
     mask_BT = batch.token_mask_BT[:, 1:] > 0
-    mask_BT[num_real:] = False
     rows = _token_rows(policy, batch, mask_BT, a.logprobs_BT, b.logprobs_BT)
     flips = int((a.argmax_BT != b.argmax_BT)[mask_BT].sum())
-    squares = torch.tensor(
-        [sum(float(f(x, y)) for x, y in zip(a.gradients, b.gradients, strict=True)) for f in (_aa, _bb, _ab, _dd)],
-        dtype=torch.float64,
-    )
+    squares = torch.zeros(4, dtype=torch.float64)
+    for (x, copies), (y, _) in zip(a.gradients, b.gradients, strict=True):
+        squares += _products(x, y) / copies
     dist.all_reduce(squares)
     gathered: list[Any] = [None] * dist.get_world_size()
     is_copy = policy.mesh["tp"].get_local_rank() > 0  # tensor-parallel peers hold the same sequences
@@ -216,20 +210,10 @@ def _per_token(
     return frame, metrics
 
 
-def _aa(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.double().square().sum()
-
-
-def _bb(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return b.double().square().sum()
-
-
-def _ab(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a.double() * b.double()).sum()
-
-
-def _dd(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (b.double() - a.double()).square().sum()
+def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Sums over elements of a², b², ab and (b - a)², float64 [4] on the CPU."""
+    a, b = a.double(), b.double()
+    return torch.stack([a.square().sum(), b.square().sum(), (a * b).sum(), (b - a).square().sum()]).cpu()
 
 
 def _token_rows(

@@ -16,7 +16,7 @@ def clip_gradients(policy: Policy, max_norm: float | None) -> float:
         FloatingPointError: the norm is not finite; the optimizer was not touched.
     """
     params = [p for p in policy.model.parameters() if p.grad is not None]
-    squares = torch.stack([_owned_square(p.grad, policy) for p in params if p.grad is not None]).sum().cpu()
+    squares = torch.stack([_owned_square(p.grad) for p in params if p.grad is not None]).sum().cpu()
     dist.all_reduce(squares)
     total = squares.sqrt()
     if not torch.isfinite(total):
@@ -32,19 +32,25 @@ def clip_gradients(policy: Policy, max_norm: float | None) -> float:
     return float(total)
 
 
-def _owned_square(grad: torch.Tensor, policy: Policy) -> torch.Tensor:
+def _owned_square(grad: torch.Tensor) -> torch.Tensor:
     """Squared norm of this rank's shard, divided by the number of ranks that hold the same shard.
 
     One all-reduce of the sum then gives the norm of everything; torch's own norm of DTensors needs one per mesh axis and
     parameter group.
     """
+    shard, copies = shard_and_copies(grad)
+    return shard.double().square().sum() / copies
+
+
+def shard_and_copies(grad: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's part of a gradient, and the number of ranks that hold the same part."""
     if not isinstance(grad, DTensor):
-        return grad.double().square().sum() / dist.get_world_size()
+        return grad, dist.get_world_size()
     copies = dist.get_world_size() // grad.device_mesh.size()
     for axis, placement in enumerate(grad.placements):
         assert not placement.is_partial()
         copies *= grad.device_mesh.size(axis) if placement.is_replicate() else 1
-    return grad.to_local().double().square().sum() / copies
+    return grad.to_local(), copies
 
 
 def _not_finite(grad: torch.Tensor) -> bool:

@@ -170,12 +170,18 @@ def _made_up(policy: Policy, config: GRPOConfig, num_sequences: int, sequence_le
     rows = torch.randint(vocab, (num_sequences, sequence_length), generator=generator).tolist()
     batch = make_batch(rows, [1] * num_sequences, policy.tokenizer.pad_token_id or 0).to(policy.device)
     total = float(num_sequences * policy.data_size)
+
+    def logprobs_if(wanted: bool) -> torch.Tensor | None:
+        return torch.zeros(num_sequences, sequence_length - 1, device=policy.device) if wanted else None
+
     return TrainingBatch(
         batch,
         advantages_B=torch.ones(num_sequences, device=policy.device),
-        previous_BT=torch.zeros(num_sequences, sequence_length - 1, device=policy.device),
+        previous_BT=logprobs_if(not config.force_on_policy_ratio),
         num_tokens=total * (sequence_length - 1),
         num_sequences=total,
+        generation_BT=logprobs_if(True),
+        reference_BT=logprobs_if(config.reference_policy_kl_penalty > 0),
     )
 
 

@@ -25,6 +25,7 @@ from toolkit.collect import Graded, collect
 from toolkit.collect import grade_together as grade_together
 from toolkit.collect import sample_step as sample_step
 from toolkit.gradients import clip_gradients as clip_gradients
+from toolkit.gradients import shard_and_copies as shard_and_copies
 from toolkit.logprobs import next_token_logprobs
 from toolkit.losses import clipped_policy_gradient
 from toolkit.mismatch import mismatch_sums
