@@ -114,6 +114,12 @@ def compare(
         with policy.temporarily(**side.live):
             pass
     training = _tokens(policy, config, problems, token_ids, reward, step)
+    if token_ids is not None:  # nobody sampled them, so the loss has nothing to correct or to penalise
+        config = GRPOConfig(
+            train_micro_batch_size=config.train_micro_batch_size,
+            ratio_clip_min=config.ratio_clip_min,
+            ratio_clip_max=config.ratio_clip_max,
+        )
     score_a, score_b = (_score(policy, config, training, side) for side in (side_a, side_b))
     table, metrics = _per_token(policy, config, training, score_a, score_b)
     units = by_unit(policy, training, side_a, side_b, score_a.logprobs_BT) if metrics["mean_abs_nats"] else {}
@@ -155,8 +161,6 @@ class _Score:
 
 
 def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Setting) -> _Score:
-    if training.generation_BT is None:  # given tokens: nobody sampled them, so there is nothing to correct or penalise
-        config = GRPOConfig(train_micro_batch_size=config.train_micro_batch_size)
     config = dataclasses.replace(config, temperature=side.temperature)
     with policy.temporarily(**side.live):
         policy.model.train()

@@ -180,7 +180,7 @@ def _made_up(policy: Policy, config: GRPOConfig, num_sequences: int, sequence_le
         previous_BT=logprobs_if(not config.force_on_policy_ratio),
         num_tokens=total * (sequence_length - 1),
         num_sequences=total,
-        generation_BT=logprobs_if(True),
+        generation_BT=logprobs_if(config.use_importance_sampling_correction),
         reference_BT=logprobs_if(config.reference_policy_kl_penalty > 0),
     )
 

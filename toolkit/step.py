@@ -46,8 +46,8 @@ class TrainingBatch:
     previous_BT: torch.Tensor | None  # [B, T-1] float32, logprobs before the update; None takes the current ones
     num_tokens: float  # that count in the whole update, over all ranks
     num_sequences: float
-    generation_BT: torch.Tensor | None = None  # [B, T-1] float32, the sampler's
-    reference_BT: torch.Tensor | None = None  # [B, T-1] float32, the frozen reference's
+    generation_BT: torch.Tensor | None = None  # [B, T-1] float32, the sampler's, if the loss corrects for them
+    reference_BT: torch.Tensor | None = None  # [B, T-1] float32, the frozen reference's, if there is a penalty
 
     @property
     def logprobs(self) -> list[torch.Tensor]:
@@ -130,6 +130,9 @@ def training_batch(policy: Policy, config: GRPOConfig, rollouts: Rollouts, rewar
     if config.reference_policy_kl_penalty:
         with reference_weights(policy):
             reference_BT = score(policy, batch, temperature, size)
+    generation_BT = None
+    if config.use_importance_sampling_correction:
+        generation_BT = rollouts.generation_logprobs_BT[:, 1:].to(policy.device)
     num_tokens, num_sequences = _counts(policy, batch)
     return TrainingBatch(
         batch,
@@ -137,7 +140,7 @@ def training_batch(policy: Policy, config: GRPOConfig, rollouts: Rollouts, rewar
         None if config.force_on_policy_ratio else score(policy, batch, temperature, size),
         num_tokens,
         num_sequences,
-        generation_BT=rollouts.generation_logprobs_BT[:, 1:].to(policy.device),
+        generation_BT=generation_BT,
         reference_BT=reference_BT,
     )
 
