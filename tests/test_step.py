@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import toolkit as tk
+from toolkit.collect import Graded
 from toolkit.errors import SpecError
 from toolkit.policy import Policy
 from toolkit.prompts import make_batch
@@ -152,7 +153,9 @@ def test_metrics_of_hand_made_rollouts_over_two_ranks(two_ranks: tk.Session) -> 
         rank = policy.data_rank
         sums = {"probs_ratio": 4.0 + rank, "probs_ratio_clamped": 3.0 + rank, "clip_fraction": 1.0 + rank}
         sums |= {"probs_ratio_min": 0.5 + rank, "probs_ratio_max": 1.5 + rank}
-        return _reduce_metrics(policy, rollouts, training, torch.tensor([1.0, 0.25]) * (rank + 1), sums)
+        rewards_B = torch.tensor([1.0, 0.25]) * (rank + 1)
+        graded = Graded(rollouts, rewards_B, rewards_B, {})
+        return _reduce_metrics(policy, GRPOConfig(), graded, training, previous_BT[:, 1:], sums)
 
     g, p = (np.array([x for rank in ROLLOUTS for x in rank[side]]) for side in ("g", "p"))
     want = {
