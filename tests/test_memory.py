@@ -81,8 +81,7 @@ def test_what_is_known_beforehand_is_counted_exactly(one_rank: tk.Session) -> No
     assert report.categories["parameters"] == 4 * elements + buffers
     steps = 4 * 47  # one float32 step counter per parameter
     assert report.categories["optimizer"] == 8 * elements + steps
-    logprobs = 2 * 4 * 32 * 4  # the trainer's before the update, and the sampler's
-    assert report.categories["inputs"] == 4 * 33 * (3 * 8 + 4) + 4 * 4 + logprobs
+    assert report.categories["inputs"] == 4 * 33 * (3 * 8 + 4) + 4 * 4 + 4 * 32 * 4
     # At the peak, in backward, a layer is gathered in bfloat16, and the root, which is gathered for all of the step.
     assert report.peak_phase == "backward"
     own = one_rank.units().query("rank == 0").set_index("name")["num_parameters"]

@@ -400,6 +400,12 @@ def test_parameters_are_gathered_once_while_kept_and_every_time_before_and_after
         assert sharded == [True, False, True, True]
 
 
+def forward_of_ones_own(policy: Policy) -> None:
+    batch = make_batch(*BATCH, pad_id=0)
+    with torch.no_grad(), policy.autocast():
+        policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT)
+
+
 def test_nothing_stays_gathered_after_any_call(two_ranks: tk.Session) -> None:
     """A gathered copy is as large as the model, and would be in the next measurement of memory."""
 
@@ -413,6 +419,7 @@ def test_nothing_stays_gathered_after_any_call(two_ranks: tk.Session) -> None:
 
     rows = [[1, 5, 6, 7, 2], [1, 8, 9]]
     calls: list[Any] = [
+        lambda: two_ranks.run(forward_of_ones_own),
         lambda: two_ranks.logprobs(rows),
         lambda: two_ranks.divergence(token_ids=rows),
         lambda: two_ranks.rollout(2),

@@ -50,10 +50,12 @@ def on_policy(key: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     """Run `fn(policy, *args, **kwargs)`; whatever it raises, the policy can be used again afterwards."""
     policy = _policies[key]
     try:
-        return fn(policy, *args, **kwargs)
+        result = fn(policy, *args, **kwargs)
     except BaseException:
         fsdp.recover(policy.model)
         raise
+    fsdp.reshard(policy.model)  # a forward of the user's own leaves copies, stale after the next optimizer step
+    return result
 
 
 def drop(key: str) -> None:
