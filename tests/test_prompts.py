@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 
 import toolkit as tk
 from toolkit.errors import SpecError
-from toolkit.prompts import Task, arithmetic, draw_problems, encode_prompts, make_batch, resolve_task
+from toolkit.prompts import Task, arithmetic, draw_problems, encode_prompts, make_batch
 from toolkit.rewards import exact_match, grade
+from toolkit.tasks import resolve_task
 
 
 def test_the_arithmetic_split_covers_all_sums_once_and_hides_no_digit_pair() -> None:

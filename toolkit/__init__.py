@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from toolkit.launching import resume as resume
     from toolkit.logprobs import token_logprobs as token_logprobs
     from toolkit.memory import MemoryReport as MemoryReport
+    from toolkit.models import smollm2 as smollm2
     from toolkit.models import tiny_policy as tiny_policy
     from toolkit.prompts import Task as Task
     from toolkit.records import EvaluationRecord as EvaluationRecord
@@ -51,6 +52,7 @@ _HOMES = {
     "dtype_picker": "widgets",
     "launch": "launching",
     "resume": "launching",
+    "smollm2": "models",
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
 }

@@ -19,6 +19,12 @@ from toolkit.errors import SpecError
 Reward = Callable[[str, str, str], float]
 
 
+class Plain(str):
+    """A prompt that goes to the model as it is, without the tokenizer's chat template."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Task:
     """Prompts with answers, and how a completion is graded.
@@ -28,16 +34,20 @@ class Task:
         problems: (prompt, answer) pairs to train on.
         held_out: pairs never trained on, for `Session.evaluate`.
         reward: `reward(prompt, completion, answer) -> float`; None grades by `rewards.exact_match`.
+        chat_template: put prompts into the tokenizer's chat template, if it has one. Chat models need it; few-shot prompts
+            don't.
     """
 
     name: str
     problems: list[tuple[str, str]]
     held_out: list[tuple[str, str]] = field(default_factory=list)
     reward: Reward | None = None
+    chat_template: bool = True
 
     def __post_init__(self) -> None:
         for name in ("problems", "held_out"):
-            object.__setattr__(self, name, _pairs(name, getattr(self, name)))
+            pairs = _pairs(name, getattr(self, name))
+            object.__setattr__(self, name, pairs if self.chat_template else [(Plain(p), a) for p, a in pairs])
         if not self.problems:
             raise SpecError(f"task {self.name!r} has no problems; give at least one (prompt, answer) pair.")
         if self.reward is not None and not callable(self.reward):
@@ -61,23 +71,6 @@ def arithmetic() -> Task:
             hashed = ((100 * a + b) * 2654435761) % 2**32  # Knuth's multiplier
             (held_out if hashed < 2**32 // 10 else train).append((f"{a}+{b}=", str(a + b)))
     return Task("arithmetic", train, held_out)
-
-
-def resolve_task(task: Any) -> Task:
-    """Make a `Task` of what a user gave: the name of one, a `Task`, or `(prompt, answer)` pairs.
-
-    Raises:
-        SpecError: an unknown name, no problems, or an item that is no pair of strings; names the item.
-    """
-    if isinstance(task, Task):
-        return task
-    if isinstance(task, str):
-        if task == "arithmetic":
-            return arithmetic()
-        raise SpecError(f"task={task!r} is not known; use 'arithmetic', a toolkit Task, or (prompt, answer) pairs.")
-    if not isinstance(task, Iterable):
-        raise SpecError(f"task={task!r} must be 'arithmetic', a toolkit Task, or an iterable of (prompt, answer) pairs.")
-    return Task("custom", list(task))
 
 
 def _pairs(field: str, items: Any) -> list[tuple[str, str]]:
@@ -129,8 +122,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str], vocab
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
-    if tokenizer.chat_template is None:
-        return [tokenizer(text, add_special_tokens=True)["input_ids"] for text in prompts]
+    if tokenizer.chat_template is None or all(isinstance(text, Plain) for text in prompts):
+        return [tokenizer(str(text), add_special_tokens=True)["input_ids"] for text in prompts]
     chats = [[{"role": "user", "content": text}] for text in prompts]
     encoded: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
     rows: list[list[int]] = encoded["input_ids"]

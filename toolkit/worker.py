@@ -19,12 +19,12 @@ from toolkit.policy import LIVE_FIELDS as LIVE_FIELDS
 from toolkit.policy import Policy, switch
 from toolkit.prompts import Reward, make_batch
 from toolkit.prompts import draw_problems as draw_problems
-from toolkit.prompts import resolve_task as resolve_task
 from toolkit.reference import keep_reference as keep_reference
 from toolkit.rollouts import sample
 from toolkit.sources import show_lines
 from toolkit.spec import GRPOConfig, PolicySpec
 from toolkit.step import score
+from toolkit.tasks import resolve_task as resolve_task
 
 _policies: dict[str, Policy] = {}
 _variables: dict[str, dict[str, Any]] = {}  # of the cells run on this rank
