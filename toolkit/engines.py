@@ -22,10 +22,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.progress import Bars
 from toolkit.ranks import Message, Ranks, count_interrupts, emitting_to, execute, set_stop
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # Imported once in the fork server, so that ranks start in a tenth of a second. Nothing here may touch CUDA.
 _PRELOAD = ["toolkit.imports", "toolkit.worker", "toolkit.memory", "toolkit.divergence"]
@@ -54,7 +57,9 @@ class KernelRanks(Ranks):
         return [result]
 
     def connect(self, device: str) -> None:
-        self.call(connect, 0, 1, device, None)
+        from torch._C._distributed_c10d import HashStore
+
+        self.call(connect, 0, 1, device, HashStore())
 
     def _kill(self) -> None:
         pass
@@ -159,7 +164,10 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 def _connect_from_env(device: str, rendezvous: str) -> None:
-    connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device, rendezvous)
+    from torch._C._distributed_c10d import FileStore
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    connect(rank, world_size, device, FileStore(rendezvous, world_size), gpu=rank)
 
 
 def _end(processes: list[BaseProcess], pipes: list[Connection], folder: str) -> None:
@@ -217,21 +225,21 @@ def _rank_main(rank: int, messages: Connection, control: Connection, env: dict[s
         execute(messages.recv_bytes(), emit)
 
 
-def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> None:
+def connect(rank: int, world_size: int, device: str, store: Store, gpu: int = 0) -> None:
     """Join the ranks' process group: gloo for CPU tensors, NCCL beside it for CUDA ones. Runs on each rank.
 
     Args:
-        rendezvous: a file all ranks see (no port to guess or guard), or None for a single rank.
+        store: where the ranks find each other.
+        gpu: the index of this rank's GPU among those it sees.
 
     Raises:
         RuntimeError: this process already belongs to a group of several processes.
     """
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, HashStore, Store
 
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu)
     if dist.is_initialized():
         if dist.get_world_size() != world_size:
             raise RuntimeError(
@@ -240,5 +248,4 @@ def connect(rank: int, world_size: int, device: str, rendezvous: str | None) -> 
             )
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    store: Store = FileStore(rendezvous, world_size) if rendezvous else HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import uuid
@@ -10,6 +11,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from toolkit.attach import attached, device_on
+from toolkit.cluster import ClusterRanks
 from toolkit.engines import KernelRanks, LocalRanks, local_ranks_warm_up
 from toolkit.errors import SpecError
 from toolkit.layout import ModelFacts, check_config, check_layout, gpu_notes, model_facts
@@ -24,6 +27,7 @@ def launch(
     spec: PolicySpec | None = None,
     *,
     ranks: int = 1,
+    cluster: str | None = None,
     device: str | None = None,
     config: GRPOConfig | None = None,
     checkpoint_dir: str | Path | None = None,
@@ -35,6 +39,8 @@ def launch(
     Args:
         spec: the policy's settings; or give its fields by name.
         ranks: 1 is the kernel itself; more are processes on this machine, one per GPU, or on CPU over gloo.
+        cluster: put the ranks on a running Ray cluster instead: "host:port" of its head, or "auto" for RAY_ADDRESS. The
+            model, and what you import, must be on every node under the same path or name.
         device: "cpu" or "cuda"; None takes GPUs if there are any.
         config: the GRPO settings; or give its fields by name.
         checkpoint_dir: save there after every `save_period` steps (default 1), so that `session.restart()` and
@@ -61,12 +67,13 @@ def launch(
     if device not in (None, "cpu", "cuda"):
         raise SpecError(f"device={device!r} is not allowed; choose 'cpu', 'cuda', or None to take GPUs if there are any.")
     facts = model_facts(spec.model)
-    if ranks > 1:
+    if ranks > 1 and cluster is None:
         local_ranks_warm_up()  # imports there go on while this process imports torch
-    device, num_gpus = _devices(device)
-    check_layout(spec, facts, ranks=ranks, device=device, num_gpus=num_gpus)
-    check_config(config, spec, facts, ranks=ranks)
-    session = _start(spec, config, facts, ranks, device, _autosave(checkpoint_dir, save_period))
+    with contextlib.nullcontext() if cluster is None else attached(cluster):
+        device, num_gpus = _devices(device) if cluster is None else (device_on(cluster, ranks, device), ranks)
+        check_layout(spec, facts, ranks=ranks, device=device, num_gpus=num_gpus)
+        check_config(config, spec, facts, ranks=ranks)
+        session = _start(spec, config, facts, ranks, cluster, device, _autosave(checkpoint_dir, save_period))
     for name, widget in widgets.items():
         _bind(session, name, widget)
     return session
@@ -124,6 +131,7 @@ def _start(
     config: GRPOConfig,
     facts: ModelFacts,
     num_ranks: int,
+    cluster: str | None,
     device: str,
     autosave: tuple[Path, int] | None,
 ) -> Session:
@@ -135,12 +143,11 @@ def _start(
         from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
 
     def start(spec: PolicySpec, keeps_reference: bool) -> Ranks:
-        ranks: Ranks = KernelRanks() if num_ranks == 1 else LocalRanks(num_ranks)
+        with Bars() as bars:
+            if num_ranks > 1 or cluster is not None:
+                bars.update(f"starting {num_ranks} ranks", 0, 1, at_once=True)
+            ranks = _ranks(num_ranks, cluster, device)
         try:
-            with Bars() as bars:
-                if num_ranks > 1:
-                    bars.update(f"starting {num_ranks} ranks", 0, 1, at_once=True)
-                ranks.connect(device)
             if device == "cuda":
                 for note in gpu_notes(ranks.call(worker.gpu)):
                     warnings.warn(note, stacklevel=2)
@@ -151,9 +158,26 @@ def _start(
         return ranks
 
     session = Session(key, start, device, spec, config, facts, worker.resolve_task(config.task), autosave)
-    if num_ranks == 1:  # a dropped session frees its model like a closed one; processes end with their Ranks
+    if (
+        num_ranks == 1 and cluster is None
+    ):  # a dropped session frees its model like a closed one; processes end with their Ranks
         weakref.finalize(session, worker.drop, key)
     return session
+
+
+def _ranks(num_ranks: int, cluster: str | None, device: str) -> Ranks:
+    """Start the ranks of the engine asked for and connect them."""
+    ranks: Ranks
+    if cluster is not None:
+        ranks = ClusterRanks(num_ranks, cluster, device)
+    else:
+        ranks = KernelRanks() if num_ranks == 1 else LocalRanks(num_ranks)
+    try:
+        ranks.connect(device)
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks
 
 
 def _is_widget(value: Any) -> bool:

@@ -33,7 +33,7 @@ from toolkit.progress import Bars
 from toolkit.sources import functions_in, show_source, source_of
 
 # What a rank sends: a kind, then its data.  "out": stream, text.  "progress": description, done, total.
-# "ok": pickled result.  "err": pickled exception or None, traceback text.  "dead": why (made up by the engine).
+# "ok": packed result.  "err": pickled exception or None, traceback text.  "dead": why (made up by the engine).
 Message = tuple[Any, ...]
 
 _stop = threading.Event()
@@ -81,15 +81,20 @@ class _Stream(io.TextIOBase):
         return len(text)
 
 
-def execute(blob: bytes, emit: Callable[[Message], None]) -> None:
-    """Run one call on this rank and emit its answer, whatever happens."""
+def _pack(value: Any) -> bytes:
+    packed: bytes = cloudpickle.dumps(value, protocol=5)
+    return packed
+
+
+def execute(blob: bytes, emit: Callable[[Message], None], pack: Callable[[Any], Any] = _pack) -> None:
+    """Run one call on this rank and emit its answer, whatever happens. `pack` is undone by the engine's `_unpack`."""
     try:
         fn, args, sources = pickle.loads(blob)
         for function, source in zip(functions_in((fn, args)), sources, strict=True):
             show_source(function, source)
         out, err = _Stream(emit, "stdout"), _Stream(emit, "stderr")
         with emitting_to(emit), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            answer: Message = ("ok", cloudpickle.dumps(fn(*args), protocol=5))
+            answer: Message = ("ok", pack(fn(*args)))
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: the rank must outlive what it runs
         text = "".join(traceback.format_exception(type(error), error, _skip(error.__traceback__)))
         answer = ("err", _dump_error(error), text)
@@ -128,7 +133,7 @@ class Ranks:
         self.interrupted_late = False
         self._lock = threading.RLock()
 
-    # An engine supplies these five.
+    # An engine supplies these, and its own `_unpack` if its ranks pack results otherwise.
     def _send(self, rank: int, blob: bytes) -> None:
         raise NotImplementedError
 
@@ -140,6 +145,10 @@ class Ranks:
 
     def _kill(self) -> None:
         raise NotImplementedError
+
+    @staticmethod
+    def _unpack(data: Any) -> Any:
+        return pickle.loads(data)
 
     def connect(self, device: str) -> None:
         """Form the process group over all ranks."""
@@ -230,7 +239,7 @@ class Ranks:
             else:
                 pending.discard(rank)
                 if kind == "ok":
-                    ok[rank] = pickle.loads(data[0])
+                    ok[rank] = self._unpack(data[0])
                 else:
                     errors[rank] = tuple(data)
                     deadline = min(deadline, time.monotonic() + self.grace_seconds)
