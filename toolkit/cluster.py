@@ -83,7 +83,7 @@ class ClusterRanks(Ranks):
             )
         node_of = ray.util.placement_group_table(group)["bundles_to_node_id"]
         names = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes()}
-        bundles = sorted(range(self.n), key=lambda bundle: (names[node_of[bundle]], node_of[bundle], bundle))
+        bundles = number_by_node(node_of, names)
         placed = [node_of[bundle] for bundle in bundles]
         self.nodes = [names[node] for node in placed]
         rank_class = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(_Rank)
@@ -182,12 +182,20 @@ def _amounts(resources: dict[str, int]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What ended an actor, without the ids in Ray's message."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    told = [
-        line for line in lines if line and not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))
-    ]
-    return f"{type(error).__name__}: {' '.join(told)}"
+    """What ended an actor, in Ray's words without its ids and its list of guesses."""
+    ids = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
+    lines = [line.strip() for line in str(error).partition("Some common causes")[0].splitlines()]
+    return f"{type(error).__name__}: {' '.join(line for line in lines if line and not line.startswith(ids))}".strip()
+
+
+def number_by_node(node_of: dict[int, str], names: dict[str, str]) -> list[int]:
+    """The bundle of each rank: bundles of a node stand together, nodes in the order of their names.
+
+    Args:
+        node_of: the id of the node that each bundle is on.
+        names: the name of each node, by id; two daemons on one machine share theirs.
+    """
+    return sorted(node_of, key=lambda bundle: (names[node_of[bundle]], node_of[bundle], bundle))
 
 
 # ---- in a rank's process
