@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-_MODULES = ("test_session", "test_step", "test_ranks", "test_checkpoint", "test_kernels")
+_MODULES = ("test_session", "test_step", "test_ranks", "test_checkpoint", "test_kernels", "test_cluster")
 _rows: dict[str, tuple[str, str]] = {}
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
+from tests.faults import fault
 from tests.ray_cluster import AUTHENTICATION, free_ports, node, two_nodes
 from tests.test_ranks import OddError, gone, interrupt_later
 from toolkit.attach import attach, device_on
@@ -229,21 +230,35 @@ def test_closing_one_of_two_sessions_leaves_the_other(cluster: str) -> None:
     assert gone([*first.pids, *second.pids])
 
 
-def test_actors_die_with_a_killed_kernel(cluster: str) -> None:
+@pytest.mark.parametrize("end", ["ranks.call(time.sleep, 60)", "sys.exit()"], ids=["killed", "exits"])
+def test_actors_end_with_the_kernel(cluster: str, end: str) -> None:
     code = f"""
-        import time
+        import sys, time
         from toolkit.cluster import ClusterRanks
         ranks = ClusterRanks(2, {cluster!r}, "cpu")
         print(*ranks.pids, flush=True)
-        ranks.call(time.sleep, 60)
+        {end}
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(p) for p in process.stdout.readline().split()]
         assert len(pids) == 2
+        if end == "sys.exit()":
+            assert process.wait(20) == 0
         process.kill()
     assert gone(pids)
     assert free_cpus(cluster, 2)
+
+
+def test_a_connection_closed_by_the_user_is_named_and_not_opened_again(gang: ClusterRanks) -> None:
+    import ray
+
+    ray.shutdown()
+    with pytest.raises(RanksLost, match=r"detached from the cluster \(ray.shutdown\(\)\?\)"):
+        gang.call(int)
+    gang.close()
+    assert not ray.is_initialized()
+    assert gone(gang.pids)
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_listen(gang: ClusterRanks) -> None:
@@ -261,6 +276,11 @@ def test_more_ranks_than_the_cluster_has_are_refused_with_what_it_has(cluster: s
         tk.launch(cluster=cluster, device="cuda", **FIELDS)
 
 
+@fault(
+    "the cluster is too small, busy, unreachable, or has other software on a node",
+    "`SpecError`: what it has, and the way out",
+    "everything; no actor is left",
+)
 def test_a_busy_cluster_is_named_and_nothing_stays(
     gang: ClusterRanks, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +340,11 @@ def test_ranks_are_numbered_node_by_node() -> None:
     assert number_by_node({0: "c", 1: "a", 2: "b", 3: "a", 4: "c"}, names) == [1, 3, 2, 0, 4]
 
 
+@fault(
+    "a node of the cluster dies",
+    "`RanksLost`, naming rank and node (a killed rank: within 5 s)",
+    "the notebook; `session.restart()` on what is left",
+)
 def test_gpus_are_masked_and_a_lost_node_is_named(cluster_in_folder: tuple[str, Path]) -> None:
     """A third node with two CPUs and two GPUs (Ray takes our word for them); then it dies."""
     cluster, folder = cluster_in_folder

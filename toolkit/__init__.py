@@ -3,8 +3,8 @@
 What does the FSDP2 output dtype save in memory and cost in nats, for your model and your recipe? The package follows the
 data; a module imports only from those before it:
 
-    checks, grpo_config -> spec -> layout -> ranks -> engines -> fsdp -> prompts -> policy -> build -> rollouts -> rewards
-         -> advantages -> collect -> logprobs -> losses -> reference, gradients -> step -> checkpoint
+    checks, grpo_config -> spec -> layout -> ranks -> engines, attach -> cluster -> fsdp -> prompts -> policy -> build
+         -> rollouts -> rewards -> advantages -> collect -> logprobs -> losses -> reference, gradients -> step -> checkpoint
     instruments read along the way: fsdp_watch -> ledger -> memory, mismatch -> cause -> divergence -> tradeoffs
     surface on top: worker -> live -> session -> launching -> figures -> widgets -> magics -> notebook
 

@@ -6,11 +6,15 @@ Ray is an extra and is imported by the first launch with `cluster=`. The toolkit
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from toolkit.errors import SpecError
@@ -151,3 +155,11 @@ def _open_connection(ray: Any, cluster: str, host: str, port: int) -> None:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same in the kernel and on every node."""
+    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "nemo-automodel")}
+    toolkit = f"{importlib.metadata.version('toolkit')} (source {hashlib.sha256(source).hexdigest()[:8]})"
+    return {"Python": ".".join(map(str, sys.version_info[:2])), "toolkit": toolkit, **packages}

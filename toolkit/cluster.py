@@ -11,26 +11,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
-import importlib.metadata
 import os
 import pickle
 import queue
 import socket
 import struct
-import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from toolkit.attach import attach
+from toolkit.attach import attach, versions
 from toolkit.engines import connect
-from toolkit.errors import SpecError
+from toolkit.errors import RanksLost, SpecError
 from toolkit.ranks import Message, Ranks, execute, set_stop
 
 # ---- the engine
@@ -120,6 +116,17 @@ class ClusterRanks(Ranks):
             self.pids.append(pid)
             self._addresses.append(address)
 
+    def raise_if_lost(self) -> None:
+        """See `Ranks.raise_if_lost`."""
+        import ray
+
+        if self.lost is None and not ray.is_initialized():
+            self.lost = RanksLost(
+                "this kernel was detached from the cluster (ray.shutdown()?), which ended the ranks; their state is lost. "
+                "session.restart() goes back to the last save."
+            )
+        super().raise_if_lost()
+
     def connect(self, device: str) -> None:
         host, port = self.call(_open_store, self._addresses[0])[0]
         self.call(_join, device, host, port)
@@ -164,11 +171,12 @@ class ClusterRanks(Ranks):
 def _remove(held: _Held) -> None:
     import ray
 
-    with contextlib.suppress(Exception):  # the connection or the cluster is gone, and what was held with it
-        for actor in held.actors:
-            ray.kill(actor)
-        if held.group is not None:
-            ray.util.remove_placement_group(held.group)
+    if ray.is_initialized():  # if not, Ray has ended them (and ray.kill would start a cluster of its own)
+        with contextlib.suppress(ray.exceptions.RayError, ConnectionError):  # the cluster is gone, and they with it
+            for actor in held.actors:
+                ray.kill(actor)
+            if held.group is not None:
+                ray.util.remove_placement_group(held.group)
     held.actors, held.group = [], None
 
 
@@ -199,14 +207,6 @@ def number_by_node(node_of: dict[int, str], names: dict[str, str]) -> list[int]:
 
 
 # ---- in a rank's process
-
-
-def versions() -> dict[str, str]:
-    """What has to be the same in the kernel and on every node."""
-    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "nemo-automodel")}
-    toolkit = f"{importlib.metadata.version('toolkit')} (source {hashlib.sha256(source).hexdigest()[:8]})"
-    return {"Python": ".".join(map(str, sys.version_info[:2])), "toolkit": toolkit, **packages}
 
 
 class _Rank:
