@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import signal
@@ -41,8 +42,9 @@ def node(folder: Path, *arguments: str, num_cpus: int = 1) -> Iterator[subproces
     ]  # fmt: skip
     environment = {**os.environ, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": node_id, "RAY_raylet_start_wait_time_s": "120"}
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=_end_with_the_parent,
+    )  # fmt: skip
     try:
         threading.Thread(target=_answer_for_the_agents, args=(process, folder, node_id, port), daemon=True).start()
         assert process.stdout is not None
@@ -57,6 +59,11 @@ def node(folder: Path, *arguments: str, num_cpus: int = 1) -> Iterator[subproces
         yield process
     finally:
         _stop(process)
+
+
+def _end_with_the_parent() -> None:
+    """Have the system end this process if the tests are killed (prctl's PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _answer_for_the_agents(process: subprocess.Popen[str], folder: Path, node_id: str, port: int) -> None:

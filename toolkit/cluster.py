@@ -74,8 +74,8 @@ class ClusterRanks(Ranks):
             free = {kind: int(ray.available_resources().get(kind, 0)) for kind in needs}
             raise SpecError(
                 f"ranks={self.n} found no room on the cluster at {cluster} within {self.placement_seconds:.0f} s: each rank "
-                f"needs {_amounts(needs)} on one node, and {_amounts(free)} are free in all. Close other sessions or jobs "
-                "(`ray status` lists what is in use), or use fewer ranks."
+                f"needs {_amounts(needs)} on one node, and it has {_amounts(free)} free in all. Close other sessions or "
+                "jobs (`ray status` lists what is in use), or use fewer ranks."
             )
         node_of = ray.util.placement_group_table(group)["bundles_to_node_id"]
         names = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes()}
