@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from toolkit.errors import SpecError as SpecError
     from toolkit.launching import launch as launch
     from toolkit.launching import resume as resume
+    from toolkit.linear_head import linear_logprobs as linear_logprobs
     from toolkit.logprobs import token_logprobs as token_logprobs
     from toolkit.memory import MemoryReport as MemoryReport
     from toolkit.models import tiny_policy as tiny_policy
@@ -51,6 +52,7 @@ _HOMES = {
     "dtype_picker": "widgets",
     "launch": "launching",
     "resume": "launching",
+    "linear_logprobs": "linear_head",
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
 }
