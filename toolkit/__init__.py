@@ -51,8 +51,8 @@ _HOMES = {
     "TradeoffReport": "tradeoffs",
     "dtype_picker": "widgets",
     "launch": "launching",
-    "resume": "launching",
     "linear_logprobs": "linear_head",
+    "resume": "launching",
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
 }

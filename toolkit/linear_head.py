@@ -26,7 +26,8 @@ from toolkit.spec import check_temperature, check_whole
 IGNORED = -100  # torch's own mark for positions that do not count
 
 #: Rows and columns of a tile. 512 x 1024 float32 logits are 2 MiB, a core's share of cache; larger tiles are no faster.
-_TILE_ROWS, _TILE_COLUMNS = 512, 1024
+#: A small vocabulary is cut too, into quarters of 32 columns or more.
+_TILE_ROWS, _TILE_COLUMNS, _FEWEST_COLUMNS = 512, 1024, 32
 #: Rows whose gradient by logits is kept beside each other, so that one product finishes the weight's part of it.
 _BLOCK_ROWS = 4096
 #: A float32 accumulator of this size is not worth making the logits a third time to avoid it.
@@ -89,7 +90,8 @@ def linear_logprobs(
     _check_tensors(hidden, weight, targets, bias)
     start, total = _place_in_vocabulary(weight, group)
     _check_targets(targets, total)
-    plan = _Plan(readout, min(rows, _BLOCK_ROWS), total, with_entropy, group)
+    columns = min(_TILE_COLUMNS, max(_FEWEST_COLUMNS, total // 4))
+    plan = _Plan(readout, min(rows, _BLOCK_ROWS), columns, total, with_entropy, group)
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
     counted_N = targets_N != IGNORED
     all_count = bool(counted_N.all())
@@ -106,6 +108,7 @@ def linear_logprobs(
 class _Plan:
     readout: Readout
     tile_rows: int
+    tile_columns: int
     vocab_size: int  # of all shards
     with_entropy: bool
     group: dist.ProcessGroup | None
@@ -129,8 +132,8 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sums = RunningSums(len(targets_N), hidden_NH.device, with_entropy=plan.with_entropy)
         with exact_products(hidden_NH.dtype, hidden_NH.device.type):
-            make = TileMaker(hidden_NH, min(plan.tile_rows, len(targets_N)), _TILE_COLUMNS, plan.readout)
-            for columns in _pieces(len(weight_VH), _TILE_COLUMNS):
+            make = TileMaker(hidden_NH, min(plan.tile_rows, len(targets_N)), plan.tile_columns, plan.readout)
+            for columns in _pieces(len(weight_VH), plan.tile_columns):
                 make.columns(weight_VH[columns], None if bias_V is None else bias_V[columns])
                 for rows in _pieces(len(targets_N), plan.tile_rows):
                     tile_NV = make.logits(hidden_NH[rows])
@@ -176,10 +179,10 @@ class _Backward:
         self.hidden_NH, self.weight_VH, self.bias_V, self.targets_N = hidden_NH, weight_VH, bias_V, targets_N
         self.by_row, self.plan = by_row, plan
         num_rows = len(targets_N)
-        self.make = TileMaker(hidden_NH, min(plan.tile_rows, num_rows), _TILE_COLUMNS, plan.readout)
+        self.make = TileMaker(hidden_NH, min(plan.tile_rows, num_rows), plan.tile_columns, plan.readout)
         # Float16 would flush most of a gradient's entries to zero: p / T over a large vocabulary is below its range.
         self.dtype = torch.bfloat16 if hidden_NH.dtype == torch.bfloat16 else torch.float32
-        self.block = torch.empty(min(num_rows, _BLOCK_ROWS) * _TILE_COLUMNS, dtype=self.dtype, device=hidden_NH.device)
+        self.block = torch.empty(min(num_rows, _BLOCK_ROWS) * plan.tile_columns, dtype=self.dtype, device=hidden_NH.device)
 
     def run(self, for_hidden: bool, for_weight: bool, for_bias: bool) -> tuple[torch.Tensor | None, ...]:
         """Gradients of hidden, weight and bias, None for those not asked for."""
@@ -227,7 +230,7 @@ class _Backward:
         blocks = [slice(rows.start + b.start, rows.start + b.stop) for b in _pieces(rows.stop - rows.start, _BLOCK_ROWS)]
         if not blocks and grad_VH is not None:
             grad_VH.zero_()
-        for columns in _pieces(len(self.weight_VH) if blocks else 0, _TILE_COLUMNS):
+        for columns in _pieces(len(self.weight_VH) if blocks else 0, self.plan.tile_columns):
             weight_VH = self.weight_VH[columns]
             self.make.columns(weight_VH, None if self.bias_V is None else self.bias_V[columns])
             part_VH = None if grad_VH is None or len(blocks) == 1 else torch.zeros_like(weight_VH, dtype=torch.float32)
