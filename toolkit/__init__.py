@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from toolkit.prompts import Task as Task
     from toolkit.records import EvaluationRecord as EvaluationRecord
     from toolkit.records import StepRecord as StepRecord
+    from toolkit.self_check import SelfCheckReport as SelfCheckReport
     from toolkit.session import Session as Session
     from toolkit.spec import GRPOConfig as GRPOConfig
     from toolkit.spec import PolicySpec as PolicySpec
@@ -43,6 +44,7 @@ _HOMES = {
     "MemoryReport": "memory",
     "PolicySpec": "spec",
     "RanksLost": "errors",
+    "SelfCheckReport": "self_check",
     "Session": "session",
     "SessionClosed": "errors",
     "SpecError": "errors",

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from toolkit.errors import SpecError
 from toolkit.linear_head import IGNORED, linear_logprobs
 
+Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+
 
 def linear_forward(
     model: nn.Module,
@@ -28,12 +30,15 @@ def linear_forward(
     positions_BT: torch.Tensor,
     scored_BT: torch.Tensor,
     temperature: float,
+    *,
+    look: Look | None = None,
 ) -> torch.Tensor:
     """Logprobs of the tokens that are scored, each given those before it.
 
     Args:
         scored_BT: [B, T], true at the tokens to score; the others (prompt and pads) never reach the head. The first column
             has nothing before it and is left out.
+        look: called with what the head is given, [B, T, H], and with the whole weight [V, H] and bias it has.
 
     Returns:
         [B, T-1] float32: column t is the logprob of token t+1, 0 where it is not scored.
@@ -53,6 +58,10 @@ def linear_forward(
     softcap = final_softcap(model)
 
     def read_out(hidden_BTH: torch.Tensor) -> torch.Tensor:
+        # The root unit casts nothing between the last layer and a head it owns; autocast would round its input too.
+        hidden_BTH = _local(hidden_BTH).to(head.weight.dtype)
+        if look is not None:
+            look(hidden_BTH, _whole(head.weight), None if head.bias is None else _whole(head.bias))
         return _read_out(head, hidden_BTH, targets_BT, temperature, softcap)
 
     def forward(**inputs: Any) -> torch.Tensor:
@@ -76,39 +85,32 @@ def final_softcap(model: nn.Module) -> float | None:
 def _read_out(
     head: nn.Linear, hidden_BTH: torch.Tensor, targets_BT: torch.Tensor, temperature: float, softcap: float | None
 ) -> torch.Tensor:
-    weight, bias = head.weight, head.bias
-    if not isinstance(weight, DTensor):
-        return _on_this_shard(hidden_BTH, weight, bias, targets_BT, temperature, softcap, None).unsqueeze(-1)
+    weight, bias = _local(head.weight), None if head.bias is None else _local(head.bias)
+    mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) else None
+    logprobs_BT = linear_logprobs(
+        hidden_BTH, weight, targets_BT, bias=bias, temperature=temperature, softcap=softcap,
+        group=None if mesh is None else mesh.get_group(),
+    )  # fmt: skip
+    assert isinstance(logprobs_BT, torch.Tensor)
+    if mesh is None:
+        return logprobs_BT.unsqueeze(-1)
     # Tensor parallelism: its hook before this gave every rank all of hidden, and its hook after this takes each rank's
     # tensor for a part of a [B, T, ranks] one. They are equal; `_my_copy` takes this rank's again.
-    hidden_BTH = hidden_BTH.to_local() if isinstance(hidden_BTH, DTensor) else hidden_BTH
-    local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
-    group = weight.device_mesh.get_group()
-    logprobs_BT = _on_this_shard(hidden_BTH, weight.to_local(), local_bias, targets_BT, temperature, softcap, group)
-    return DTensor.from_local(logprobs_BT.unsqueeze(-1), weight.device_mesh, [Shard(-1)], run_check=False)
+    return DTensor.from_local(logprobs_BT.unsqueeze(-1), mesh, [Shard(-1)], run_check=False)
 
 
-def _on_this_shard(
-    hidden_BTH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_BT: torch.Tensor,
-    temperature: float,
-    softcap: float | None,
-    group: Any,
-) -> torch.Tensor:
-    # The root unit casts nothing between the last layer and a head it owns; autocast would round a plain head's input too.
-    hidden_BTH = hidden_BTH.to(weight_VH.dtype)
-    found = linear_logprobs(
-        hidden_BTH, weight_VH, targets_BT, bias=bias_V, temperature=temperature, softcap=softcap, group=group
-    )
-    assert isinstance(found, torch.Tensor)
-    return found
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach()
+    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def _my_copy(logprobs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """This rank's [B, T] of [B, T, 1] or, where a tensor-parallel hook gathered all ranks', of [B, T, ranks]."""
-    local = logprobs.to_local() if isinstance(logprobs, DTensor) else logprobs
+    local = _local(logprobs)
     copy = weight.device_mesh.get_local_rank() if local.shape[-1] > 1 and isinstance(weight, DTensor) else 0
     return local[..., copy]
 

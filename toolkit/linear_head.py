@@ -10,8 +10,6 @@ accumulator.
 
 from __future__ import annotations
 
-import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from toolkit.checks import check_number, check_temperature, check_whole
 from toolkit.errors import SpecError
 from toolkit.logit_tiles import Readout, RowGradient, RunningSums, TileMaker, exact_products
-from toolkit.spec import check_temperature, check_whole
 
 IGNORED = -100  # torch's own mark for positions that do not count
 
@@ -85,7 +83,8 @@ def linear_logprobs(
         SpecError: temperature outside of [1e-3, 1e3], a softcap or chunk that is not positive, a DTensor, or shapes,
             dtypes, devices or targets that do not fit.
     """
-    readout = Readout(check_temperature(temperature), _check_softcap(softcap), float32_logits)
+    cap = None if softcap is None else check_number("softcap", softcap, 0, open_low=True)
+    readout = Readout(check_temperature(temperature), cap, float32_logits)
     rows = _TILE_ROWS if chunk_tokens is None else check_whole("chunk_tokens", chunk_tokens)
     _check_tensors(hidden, weight, targets, bias)
     start, total = _place_in_vocabulary(weight, group)
@@ -284,15 +283,6 @@ def _place_in_vocabulary(weight: torch.Tensor, group: dist.ProcessGroup | None) 
     dist.all_gather(every, mine, group=group)
     sizes = torch.cat(every).tolist()
     return sum(sizes[: dist.get_rank(group)]), sum(sizes)
-
-
-def _check_softcap(softcap: Any) -> float | None:
-    if softcap is None:
-        return None
-    is_number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if not is_number or not 0 < float(softcap) < math.inf:
-        raise SpecError(f"softcap={softcap!r} must be a finite number above 0, or None for no cap.")
-    return float(softcap)
 
 
 def _check_tensors(hidden: Any, weight: Any, targets: Any, bias: Any) -> None:

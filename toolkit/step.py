@@ -9,6 +9,7 @@ loss is multiplied by their number beforehand to undo that.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
