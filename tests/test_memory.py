@@ -52,7 +52,11 @@ def _flatten(events: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", [{}, {"logprob_mode": "chunked", "logprob_chunk_size": 16}], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"logprob_mode": "chunked", "logprob_chunk_size": 16}, {"logprob_mode": "linear"}],
+    ids=["whole", "chunked", "linear"],
+)
 def test_the_peak_agrees_with_the_allocators_own_log(ranks: int, dtype: str, mode: dict[str, Any]) -> None:
     """Within 1 %; 2 % at two ranks, where gloo clones its input outside of any operation the ledger sees."""
     with tk.launch(model=tk.tiny_policy(), ranks=ranks, output_dtype=dtype, **mode) as session:

@@ -124,6 +124,11 @@ def loss_and_gradients(policy: Policy) -> tuple[float, dict[str, torch.Tensor]]:
         {"ranks": 1, "activation_checkpointing": "selective"},
         {"ranks": 1, "activation_checkpointing": "hf"},
         {"ranks": 1, "logprob_mode": "chunked", "logprob_chunk_size": 5},
+        {"ranks": 1, "logprob_mode": "linear"},
+        {"ranks": 2, "logprob_mode": "linear"},
+        {"ranks": 2, "logprob_mode": "linear", "tensor_parallel_size": 2},
+        {"ranks": 2, "logprob_mode": "linear", "tensor_parallel_size": 2, "sequence_parallel": True},
+        {"ranks": 1, "logprob_mode": "linear", "activation_checkpointing": "hf"},
     ],
     ids=lambda o: "-".join(str(v) for v in o.values()),
 )

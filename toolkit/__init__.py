@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from toolkit.errors import SpecError as SpecError
     from toolkit.launching import launch as launch
     from toolkit.launching import resume as resume
+    from toolkit.linear_head import linear_logprobs as linear_logprobs
     from toolkit.logprobs import token_logprobs as token_logprobs
     from toolkit.memory import MemoryReport as MemoryReport
     from toolkit.models import smollm2 as smollm2
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from toolkit.prompts import Task as Task
     from toolkit.records import EvaluationRecord as EvaluationRecord
     from toolkit.records import StepRecord as StepRecord
+    from toolkit.self_check import SelfCheckReport as SelfCheckReport
     from toolkit.session import Session as Session
     from toolkit.spec import GRPOConfig as GRPOConfig
     from toolkit.spec import PolicySpec as PolicySpec
@@ -43,6 +45,7 @@ _HOMES = {
     "MemoryReport": "memory",
     "PolicySpec": "spec",
     "RanksLost": "errors",
+    "SelfCheckReport": "self_check",
     "Session": "session",
     "SessionClosed": "errors",
     "SpecError": "errors",
@@ -51,6 +54,7 @@ _HOMES = {
     "TradeoffReport": "tradeoffs",
     "dtype_picker": "widgets",
     "launch": "launching",
+    "linear_logprobs": "linear_head",
     "resume": "launching",
     "smollm2": "models",
     "tiny_policy": "models",

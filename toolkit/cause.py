@@ -15,9 +15,10 @@ import torch
 
 from toolkit import fsdp
 from toolkit.errors import SpecError
+from toolkit.logprobs import forward_logprobs
 from toolkit.policy import LIVE_FIELDS, Policy
 from toolkit.spec import GRPOConfig, dtype_name
-from toolkit.step import TrainingBatch, forward_logprobs
+from toolkit.step import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,24 @@ def explain(
         cause = _why_zero(policy, a, differing, metrics)
     elif differing == {"output_dtype"} and units:
         cause = _why_output_dtype(policy, a, b, units)
+    elif "logprob_mode" in differing and "linear" in (a.live["logprob_mode"], b.live["logprob_mode"]):
+        cause = _why_linear(policy, differing)
     else:
         cause = f"What differs: {', '.join(sorted(differing))}. (Gradients compared are those of the {gradient}.)"
     if differing == {"output_dtype"} and a.live["temperature_order"] == "before_upcast" and _is_power_of_two(a.temperature):
         cause += f" (The order of the temperature plays no part: dividing by {a.temperature}, a power of two, is exact.)"
     return cause
+
+
+def _why_linear(policy: Policy, differing: set[str]) -> str:
+    others = sorted(differing - {"logprob_mode", "logprob_chunk_size"})
+    also = f" {', '.join(others)} differ too." if others else ""
+    if policy.spec.precision == "float32":
+        return f"Cause: linear mode sums the same float32 products in another order.{also}"
+    return (
+        f"Cause: the plain head rounds its logits to {policy.spec.precision}, and linear mode keeps them in float32; the "
+        f"side in linear mode is the exact one (session.self_check() shows by how much).{also}"
+    )
 
 
 def _is_power_of_two(value: float) -> bool:
@@ -150,7 +164,10 @@ def _why_zero(policy: Policy, a: Setting, differing: set[str], metrics: dict[str
                 f"every unit casts its inputs back to {spec.precision} (cast_forward_inputs=True), so a wider output dtype "
                 f"only carries {spec.precision} numbers from one unit to the next"
             )
-        reasons.append("the logits come from a matmul in that dtype and are upcast before the softmax either way")
+        if a.live["logprob_mode"] == "linear":
+            reasons.append("linear mode makes float32 logits of them, and the root returns its logprobs in float32")
+        else:
+            reasons.append("the logits come from a matmul in that dtype and are upcast before the softmax either way")
         if not _is_power_of_two(a.temperature):
             reasons.append(f"the temperature {a.temperature} divides after the upcast")
     elif differing <= {"logprob_mode", "logprob_chunk_size"}:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from toolkit import fsdp
 from toolkit.cause import Setting, by_unit, explain, resolve_settings
+from toolkit.logprobs import forward_logprobs
 from toolkit.mismatch import mismatch_sums
 from toolkit.policy import Policy, check_finite
 from toolkit.prompts import Batch, Reward, make_batch
@@ -24,7 +25,6 @@ from toolkit.spec import GRPOConfig
 from toolkit.step import (
     TrainingBatch,
     forward_backward,
-    forward_logprobs,
     grade_together,
     sample_step,
     shard_and_copies,

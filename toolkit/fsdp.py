@@ -132,10 +132,8 @@ def apply_spec(model: nn.Module, spec: PolicySpec, overrides: dict[str, str] | N
 
 
 def output_dtype_of(unit: str, spec: PolicySpec, head: str | None) -> str:
-    """The output dtype a spec asks of a unit: its own, but for the root above a float32 head, and that head."""
-    if unit == ROOT:
-        return spec.root_output_dtype
-    return "float32" if unit == head and spec.lm_head_precision == "float32" else spec.output_dtype
+    """The output dtype a spec asks of a unit: its own, but for the root and the head where these return float32."""
+    return spec.root_output_dtype if unit in (ROOT, head) else spec.output_dtype
 
 
 def inspect_units(model: nn.Module) -> list[Unit]:

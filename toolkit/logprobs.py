@@ -5,11 +5,13 @@ Shapes: _N rows (tokens), _V vocabulary, leading dimensions written as `...`.
 Memory, in bytes per logit element beyond the logits themselves: "materialized" holds a float32 copy (none when the
 logits are float32 already), its log-softmax (float32, saved for backward) and, in backward, one gradient of each.
 "chunked" holds `chunk_rows` rows of float32 at a time, forward and backward, saves nothing but the logits, and its
-gradient has the logits' dtype.
+gradient has the logits' dtype. "linear" has no logits (`linear_head.linear_logprobs`, run inside the model's forward).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, cast, get_args
 
 import torch
@@ -17,7 +19,31 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import SpecError
+from toolkit.policy import Policy
+from toolkit.prompts import Batch
 from toolkit.spec import PolicySpec, TemperatureOrder, check_temperature, check_whole
+
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+def no_phase(name: str) -> contextlib.AbstractContextManager[None]:
+    """Phases that nobody watches."""
+    return contextlib.nullcontext()
+
+
+def forward_logprobs(policy: Policy, batch: Batch, temperature: float, phase: Phase = no_phase) -> torch.Tensor:
+    """Run the model over a batch: logprobs [B, T-1] of its tokens in the spec's mode, with gradient if enabled.
+
+    Those of prompt and pad tokens mean nothing; linear mode leaves them at 0.
+    """
+    with policy.autocast():
+        if policy.spec.logprob_mode == "linear":
+            with phase("forward"):
+                return policy.forward_logprobs(batch, temperature)
+        with phase("forward"):
+            logits_BTV = policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits
+        with phase("loss"):
+            return next_token_logprobs(logits_BTV, batch.ids_BT, policy.spec, temperature)
 
 
 def token_logprobs(

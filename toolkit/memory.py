@@ -19,17 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import fsdp
 from toolkit.ledger import CATEGORIES, Ledger
+from toolkit.logprobs import Phase, no_phase
 from toolkit.policy import Policy, set_optimizer
 from toolkit.prompts import Reward, make_batch
 from toolkit.records import Report, format_bytes
 from toolkit.spec import GRPOConfig, dtype_name
 from toolkit.step import (
-    Phase,
     TrainingBatch,
     clip_gradients,
     forward_backward,
     grade_together,
-    no_phase,
     sample_step,
     training_batch,
 )

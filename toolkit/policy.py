@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import fsdp
 from toolkit.errors import PeerFailed, SpecError
 from toolkit.layout import check_output_dtype
+from toolkit.linear_forward import linear_forward
 from toolkit.prompts import Batch
 from toolkit.ranks import report_progress, stop_requested
-from toolkit.spec import GRPOConfig, PolicySpec, torch_dtype
+from toolkit.spec import DTYPES, GRPOConfig, PolicySpec, torch_dtype
 
 
 @dataclass(slots=True)
@@ -86,6 +87,10 @@ class Policy:
         """Run the model; `.logits` is [B, T, V] in the root's output dtype, sharded over V when tensor-parallel."""
         options.setdefault("use_cache", False)
         return self.model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, **options)
+
+    def forward_logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+        """Run the model without logits: [B, T-1] float32 logprobs of the batch's completion tokens, 0 at others."""
+        return linear_forward(self.model, batch.ids_BT, batch.mask_BT, batch.positions_BT, batch.token_mask_BT, temperature)
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a CPU tensor over the data-parallel ranks (over all ranks, less the copies of tensor-parallel peers)."""
@@ -175,6 +180,38 @@ def probe(policy: Policy) -> None:
             f"operation outside the inner FSDP units (a final LayerNorm, say) refuses mixed dtypes, output_dtype="
             f"{spec.precision!r} cures it."
         ) from error
+    if policy.spec.logprob_mode == "linear":
+        _check_linear(policy)
+
+
+@torch.no_grad()
+def _check_linear(policy: Policy) -> None:
+    """Compare linear mode with the model's own logits on a few tokens.
+
+    Some models do more to their logits than a linear layer and a cap (scale them, say); nothing in a model's class tells.
+
+    Raises:
+        SpecError: they differ by more than a 16-bit head rounds.
+    """
+    width = 8 * policy.tensor_size
+    ids_BT = torch.arange(width, device=policy.device)[None] % policy.vocab_size
+    ones_BT = torch.ones_like(ids_BT)
+    batch = Batch(ids_BT, ones_BT, torch.arange(width, device=policy.device)[None], ones_BT.float())
+    with policy.autocast():
+        logits_BTV = policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits
+        logits_BTV = (logits_BTV.full_tensor() if isinstance(logits_BTV, DTensor) else logits_BTV)[:, :-1].double()
+        found_BT = policy.forward_logprobs(batch, 1.0)
+    fsdp.reshard(policy.model)
+    expected_BT = logits_BTV.log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[..., 0]
+    apart = float((found_BT - expected_BT).abs().max())
+    mantissa_bits = min(DTYPES[name].mantissa_bits for name in (policy.spec.precision, policy.spec.output_dtype))
+    allowed = 1e-3 + 2.0 ** (1 - mantissa_bits) * float(logits_BTV.abs().max())
+    if apart > allowed:
+        raise SpecError(
+            f"logprob_mode='linear' gives logprobs up to {apart:.2g} nats from those of {policy.spec.model}'s own logits, "
+            f"where rounding explains {allowed:.2g}: this model does more to its logits than a linear layer and a soft cap. "
+            "Use logprob_mode='chunked'."
+        )
 
 
 #: Fields of a spec that a live session can change; the others need another build.

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.checks import check_temperature
 from toolkit.errors import SessionClosed, SpecError
 from toolkit.layout import check_config, check_length, check_token_ids
 from toolkit.live import LivePolicy
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.memory import MemoryReport
     from toolkit.prompts import Task
     from toolkit.records import EvaluationRecord, StepRecord, StepRecords
+    from toolkit.self_check import SelfCheckReport
     from toolkit.tradeoffs import TradeoffReport
 
 
@@ -233,6 +235,24 @@ class Session(LivePolicy):
         problems = self._problems(task, self._config.num_prompts_per_step, step)
         settings = {"problems": problems, "token_ids": rows, "reward": task.reward, "step": step}
         return cast("DivergenceReport", self.run(compare, self._config, a, b, common, **settings)[0])
+
+    def self_check(
+        self, *, token_ids: Sequence[Sequence[int]] | None = None, temperature: float | None = None
+    ) -> SelfCheckReport:
+        """Compare every logprob mode with float64 on this model, and with what rounding explains.
+
+        Args:
+            token_ids: score these sequences; None samples completions of the next step's prompts and scores those.
+            temperature: of the logprobs; None takes the config's.
+        """
+        from toolkit.self_check import self_check
+
+        rows = None if token_ids is None else check_token_ids(token_ids, self._facts)
+        temperature = self._config.temperature if temperature is None else check_temperature(temperature)
+        step = len(self._records)
+        problems = self._problems(self._task, self._config.num_prompts_per_step, step)
+        reports: list[SelfCheckReport] = self.run(self_check, self._config, problems, rows, temperature, step)
+        return reports[0]
 
     def tradeoffs(self, dtypes: Iterable[str] = ("float32", "bfloat16", "float16")) -> TradeoffReport:
         """Measure memory under each output dtype and its divergence from the first; ends in a verdict in words."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 Checkpointing = Literal["full", "selective", "hf"]
-LogprobMode = Literal["materialized", "chunked"]
+LogprobMode = Literal["materialized", "chunked", "linear"]
 TemperatureOrder = Literal["after_upcast", "before_upcast"]
 
 
@@ -96,7 +96,9 @@ class PolicySpec:
             outside it: then the output dtype decides the dtype of one saved tensor per layer).
         cpu_offload: keep sharded parameters and optimizer state in host memory (CUDA only).
         logprob_mode: "materialized" takes a float32 copy of all logits; "chunked" never has more than
-            `logprob_chunk_size` rows of it, forward or backward.
+            `logprob_chunk_size` rows of it, forward or backward; "linear" makes no logits at all, and keeps what it makes
+            of them in float32: the head runs a tile of the vocabulary at a time, on the scored tokens only. (Sampling
+            takes ordinary logits of the last token in every mode.)
         logprob_chunk_size: rows (tokens) of logits upcast at a time; only for "chunked", where None means 1024.
         temperature_order: "after_upcast" divides float32 logits by the temperature; "before_upcast" reproduces NeMo-RL
             and divides in the output dtype.
@@ -171,11 +173,17 @@ class PolicySpec:
             )
         if self.logprob_chunk_size is not None:
             if self.logprob_mode != "chunked":
+                why = "makes no logits to upcast" if self.logprob_mode == "linear" else "upcasts all logits at once"
                 raise SpecError(
                     f"logprob_chunk_size={self.logprob_chunk_size} does nothing with logprob_mode={self.logprob_mode!r}, "
-                    "which upcasts all logits at once. Set logprob_mode='chunked', or leave the chunk size at None."
+                    f"which {why}. Set logprob_mode='chunked', or leave the chunk size at None."
                 )
             object.__setattr__(self, "logprob_chunk_size", check_whole("logprob_chunk_size", self.logprob_chunk_size))
+        if self.temperature_order == "before_upcast" and self.logprob_mode == "linear":
+            raise SpecError(
+                "temperature_order='before_upcast' does nothing with logprob_mode='linear', whose logits are float32 from "
+                "the start. Leave the order at 'after_upcast', or set logprob_mode='materialized' to see its error."
+            )
         if (
             self.attn_implementation == "eager"
             and self.cast_forward_inputs
@@ -200,12 +208,13 @@ class PolicySpec:
 
     @property
     def root_output_dtype(self) -> str:
-        """Output dtype of the root unit, which returns the logits.
+        """Output dtype of the root unit and of the head, which return logits, or in linear mode logprobs.
 
-        A 16-bit root would round a float32 head's logits back (torch casts the whole output tree), so the root keeps
-        float32 when the head does; all other units keep `output_dtype`.
+        A 16-bit root would round a float32 head's logits, or float32 logprobs, back (torch casts the whole output tree),
+        so both keep float32 there; all other units keep `output_dtype`.
         """
-        return "float32" if self.lm_head_precision == "float32" else self.output_dtype
+        wide = self.lm_head_precision == "float32" or self.logprob_mode == "linear"
+        return "float32" if wide else self.output_dtype
 
     @property
     def chunk_rows(self) -> int | None:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from toolkit.collect import grade_together as grade_together
 from toolkit.collect import sample_step as sample_step
 from toolkit.gradients import clip_gradients as clip_gradients
 from toolkit.gradients import shard_and_copies as shard_and_copies
-from toolkit.logprobs import next_token_logprobs
+from toolkit.logprobs import Phase, forward_logprobs, no_phase
 from toolkit.losses import clipped_policy_gradient
 from toolkit.mismatch import mismatch_sums
 from toolkit.policy import Policy, check_finite, set_optimizer
@@ -191,23 +191,6 @@ def score(policy: Policy, batch: Batch, temperature: float, micro_batch_size: in
     logprobs_BT = torch.cat(parts)
     check_finite(policy, logprobs_BT, batch, "scoring")
     return logprobs_BT
-
-
-Phase = Callable[[str], contextlib.AbstractContextManager[None]]
-
-
-def no_phase(name: str) -> contextlib.AbstractContextManager[None]:
-    """Nobody is recording."""
-    return contextlib.nullcontext()
-
-
-def forward_logprobs(policy: Policy, batch: Batch, temperature: float, phase: Phase = no_phase) -> torch.Tensor:
-    """One forward and the logprobs [B, T-1] of its tokens, with gradient if enabled."""
-    with policy.autocast():
-        with phase("forward"):
-            logits_BTV = policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits
-        with phase("loss"):
-            return next_token_logprobs(logits_BTV, batch.ids_BT, policy.spec, temperature)
 
 
 def forward_backward(
