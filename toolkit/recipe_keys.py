@@ -91,6 +91,10 @@ RULES: dict[str, Rule] = {
     "policy.scheduler": Rule(field="warmup_steps", read=read_scheduler),
     "policy.tokenizer.name": Rule(read=read_tokenizer),
     "policy.sequence_packing.enabled": Rule(field="sequence_packing"),
+    **{
+        f"policy.sequence_packing.{name}": Rule("micro-batches are counted in sequences: train_micro_batch_size")
+        for name in ("train_mb_tokens", "logprob_mb_tokens", "algorithm", "sequence_length_round", "microbatch_order")
+    },
     "policy.dynamic_batching.enabled": Rule("micro-batches hold train_micro_batch_size sequences", off=(False,)),
     "policy.megatron_cfg.enabled": Rule("the toolkit shards with FSDP2 through AutoModel, not with Megatron", off=(False,)),
     "policy.reward_model_cfg.enabled": Rule("the policy is a causal language model", off=(False,)),

@@ -121,20 +121,23 @@ def _map(found: Mapped, key: str, value: Any, note: str) -> None:
     elif rule.field in _FIELDS:
         found.take(key, value, note, {rule.field: value})
     elif rule.off is None or value in rule.off:
-        found.ignore(key, value, rule.why if rule.off is None else f"asks for nothing; {rule.why}")
+        found.ignore(key, value, rule.why if rule.off is None else f"changes nothing here: {rule.why}")
     else:
         found.problems.append(_refusal(key, value, rule, note))
 
 
 def _map_unknown(found: Mapped, key: str, value: Any) -> None:
     section, _, name = key.partition(".")
+    refused = next((s for s in _switches(key) if s in found.keys and s in RULES and not _gives(RULES[s])), None)
     ignored = next((why for prefix, why in IGNORED.items() if f"{key}.".startswith(f"{prefix}.")), None)
     if ignored:
         found.ignore(key, value, ignored)
     elif section == "toolkit" and name:
         _map_own(found, key, name, value)
-    elif value in (None, {}) and any(known.startswith(f"{key}.") for known in RULES):
+    elif value in (None, {}) and any(key == "toolkit" or known.startswith(f"{key}.") for known in RULES):
         found.ignore(key, value, "an empty section")
+    elif refused:
+        found.ignore(key, value, f"belongs to {refused}, which is refused")
     elif any(f"{key}.".startswith(f"{reference}.") for reference in found.references):
         found.take(key, value, "another key is interpolated from it", {})
     else:
@@ -164,9 +167,18 @@ def _refusal(key: str, value: Any, rule: Rule, note: str) -> str:
 
 def _section_off(key: str, keys: Mapping[str, Any]) -> str | None:
     """The key that switches a section around `key` off, if one does."""
+    return next((s for s in _switches(key) if keys.get(s) is False and s != "policy.dtensor_cfg.enabled"), None)
+
+
+def _switches(key: str) -> list[str]:
+    """Keys that could switch a section around `key` on and off."""
     sections = key.split(".")[:-1]
-    switches = (".".join([*sections[:depth], "enabled"]) for depth in range(1, len(sections) + 1))
-    return next((s for s in switches if s != key and keys.get(s) is False and s != "policy.dtensor_cfg.enabled"), None)
+    switches = [".".join([*sections[:depth], "enabled"]) for depth in range(1, len(sections) + 1)]
+    return [switch for switch in switches if switch != key]
+
+
+def _gives(rule: Rule) -> bool:
+    return rule.read is not None or rule.field in _FIELDS
 
 
 def _estimator_key(key: str) -> str:

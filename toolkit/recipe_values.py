@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,9 +33,7 @@ def near(key: str, known: Iterable[str]) -> str:
 def read_backend(value: Any, keys: Keys) -> tuple[dict[str, Any], str]:
     """Refuse what leaves no backend, or two."""
     if keys.get("policy.megatron_cfg.enabled"):
-        raise SpecError(
-            "both policy.dtensor_cfg and policy.megatron_cfg are enabled. Switch policy.megatron_cfg.enabled off."
-        )
+        return {}, "policy.megatron_cfg.enabled is refused"
     if value is not True:
         raise SpecError(
             f"policy.dtensor_cfg.enabled={as_yaml(value)} leaves no backend that the toolkit has. Set it to true."
@@ -70,7 +69,8 @@ def read_chunk_size(value: Any, keys: Keys) -> tuple[dict[str, Any], str]:
 
 def read_global_batch(value: Any, keys: Keys) -> tuple[dict[str, Any], str]:
     """Sequences per update."""
-    total = keys["grpo.num_prompts_per_step"] * keys["grpo.num_generations_per_prompt"]
+    counts = (keys["grpo.num_prompts_per_step"], keys["grpo.num_generations_per_prompt"])
+    total = math.prod(counts) if all(isinstance(count, int | float) for count in counts) else value
     if value == total:
         return {}, "one update per step"
     if "train_global_batch_size" in GRPOConfig.__dataclass_fields__:
@@ -103,17 +103,20 @@ def read_tokenizer(value: Any, keys: Keys) -> tuple[dict[str, Any], str]:
 
 def read_scheduler(value: Any, keys: Keys) -> tuple[dict[str, Any], str]:
     """Constant, or rising linearly and then constant."""
-    parts = [] if value is None else [value] if isinstance(value, Mapping) else list(value)
+    parts = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise SpecError(f"policy.scheduler={as_yaml(value)} is not a scheduler with name and kwargs, nor a list of these.")
     kinds = [str(part.get("name")).rsplit(".", 1)[-1] for part in parts if "milestones" not in part]
     arguments = [part.get("kwargs") or {} for part in parts if "milestones" not in part]
     constant = all(a.get("factor") == 1 for k, a in zip(kinds, arguments, strict=True) if k == "ConstantLR")
     if kinds in ([], ["ConstantLR"]) and constant:
         return {"warmup_steps": 0}, "constant"
-    milestones = [m for part in parts for m in part.get("milestones", ())]
     linear = arguments[0]
     steps, start = linear.get("total_iters", 5), linear.get("start_factor", 1 / 3)  # torch's defaults
-    shape_known = kinds in (["LinearLR"], ["LinearLR", "ConstantLR"]) and constant and linear.get("end_factor", 1) == 1
-    if not shape_known or milestones != [steps] * (len(kinds) - 1):
+    known = kinds in (["LinearLR"], ["LinearLR", "ConstantLR"]) and constant and linear.get("end_factor", 1) == 1
+    milestones = [part["milestones"] for part in parts if "milestones" in part]
+    joined = milestones == [[steps]] * (len(kinds) - 1)
+    if not (known and joined and isinstance(steps, int) and isinstance(start, int | float)):
         raise SpecError(
             "policy.scheduler: the toolkit's learning rate is constant, or rises linearly to its value and stays there: "
             "LinearLR to end_factor 1, then ConstantLR with factor 1 from the milestone at LinearLR's total_iters. "

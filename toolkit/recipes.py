@@ -165,6 +165,7 @@ def _understood(name: str, keys: Mapping[str, Any], references: frozenset[str]) 
         config = GRPOConfig(**{field: fields[field] for field in GRPO_FIELDS if field in fields})
     except SpecError as error:
         renamed = [f"{field} is {key}" for field, key in found.sources.items() if f"{field}=" in str(error)]
+        renamed = [text for text in renamed if not text.endswith(f".{text.split()[0]}")]
         raise SpecError(f"{name} is refused: {error}" + (f" ({', '.join(renamed)} here.)" if renamed else "")) from None
     return Recipe(name, spec, config, ranks, found.rows)
 
