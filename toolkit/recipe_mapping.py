@@ -224,6 +224,9 @@ def written_keys(spec: PolicySpec, config: GRPOConfig, ranks: int) -> dict[str, 
         key = next((k for k, rule in RULES.items() if rule.field == name), f"toolkit.{name}")
         if key in RULES or value != _FIELDS[name].default:
             keys[key] = value
+    for key, rule in RULES.items():  # an option the toolkit does not have, and NeMo-RL would take for granted
+        if rule.default is not ABSENT and rule.off and key not in keys:
+            keys[key] = rule.off[0]
     shaping = "grpo.reward_shaping."
     shaped = any(keys.get(shaping + name) is not None for name in ("overlong_buffer_length", "stop_properly_penalty_coef"))
     keys |= {f"{shaping}enabled": shaped, f"{shaping}max_response_length": config.max_new_tokens}

@@ -109,12 +109,12 @@ def read_scheduler(value: Any, keys: Keys) -> tuple[dict[str, Any], str]:
     kinds = [str(part.get("name")).rsplit(".", 1)[-1] for part in parts if "milestones" not in part]
     arguments = [part.get("kwargs") or {} for part in parts if "milestones" not in part]
     constant = all(a.get("factor") == 1 for k, a in zip(kinds, arguments, strict=True) if k == "ConstantLR")
-    if kinds in ([], ["ConstantLR"]) and constant:
+    milestones = [part["milestones"] for part in parts if "milestones" in part]
+    if kinds in ([], ["ConstantLR"]) and constant and not milestones:
         return {"warmup_steps": 0}, "constant"
-    linear = arguments[0]
+    linear = arguments[0] if arguments else {}
     steps, start = linear.get("total_iters", 5), linear.get("start_factor", 1 / 3)  # torch's defaults
     known = kinds in (["LinearLR"], ["LinearLR", "ConstantLR"]) and constant and linear.get("end_factor", 1) == 1
-    milestones = [part["milestones"] for part in parts if "milestones" in part]
     joined = milestones == [[steps]] * (len(kinds) - 1)
     if not (known and joined and isinstance(steps, int) and isinstance(start, int | float)):
         raise SpecError(

@@ -132,7 +132,7 @@ def to_recipe(spec: PolicySpec, config: GRPOConfig | None = None, ranks: int = 1
     """
     config = GRPOConfig() if config is None else config
     recipe = _understood(name, written_keys(spec, config, ranks), frozenset())
-    return dataclasses.replace(recipe, config=config)
+    return recipe if isinstance(config.task, str) else dataclasses.replace(recipe, config=config)
 
 
 def launch_parts(
@@ -155,18 +155,20 @@ def launch_parts(
 def _understood(name: str, keys: Mapping[str, Any], references: frozenset[str]) -> Recipe:
     """The recipe of flat keys; raises with all that stands against it."""
     found = map_keys(keys, references)
-    if found.problems:
-        listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(found.problems, 1))
-        raise SpecError(f"{name} is refused:{listed}")
-    fields = found.fields
-    ranks = check_whole("cluster.gpus_per_node", fields.get("ranks", 1))
+    spec = config = None
+    problems, fields = found.problems, found.fields
     try:
-        spec = PolicySpec(**{field: fields[field] for field in SPEC_FIELDS if field in fields})
+        ranks = check_whole("cluster.gpus_per_node", fields.get("ranks", 1))
         config = GRPOConfig(**{field: fields[field] for field in GRPO_FIELDS if field in fields})
+        if "model" in fields:
+            spec = PolicySpec(**{field: fields[field] for field in SPEC_FIELDS if field in fields})
     except SpecError as error:
         renamed = [f"{field} is {key}" for field, key in found.sources.items() if f"{field}=" in str(error)]
         renamed = [text for text in renamed if not text.endswith(f".{text.split()[0]}")]
-        raise SpecError(f"{name} is refused: {error}" + (f" ({', '.join(renamed)} here.)" if renamed else "")) from None
+        problems.append(str(error) + (f" ({', '.join(renamed)} here.)" if renamed else ""))
+    if problems or spec is None or config is None:
+        listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        raise SpecError(f"{name} is refused:{listed}")
     return Recipe(name, spec, config, ranks, found.rows)
 
 
