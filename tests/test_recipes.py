@@ -84,7 +84,7 @@ def test_a_v1_recipe_with_float32_outputs_is_accepted() -> None:
 
 REASONS = {
     "v1_bfloat16_outputs": ["v1 workers always return float32", "Set policy.dtensor_cfg._v2=true"],
-    "several_nodes": ["cluster.num_nodes=2: the toolkit runs on one machine", "overrides=['cluster.num_nodes=1']"],
+    "several_nodes": ["cluster.num_nodes=2: a recipe's ranks are those of one machine", "overrides=['cluster.num_nodes=1']"],
     "megatron": ["policy.megatron_cfg.enabled=true: the toolkit shards with FSDP2"],
     "without_effect": ["lm_head_precision=float32: NeMo-RL reads it at expert_parallel_size > 1 only", "use_liger_kernel"],
     "contradictory": [

@@ -71,6 +71,7 @@ _YOU_STEP = "you take the steps: session.grpo_step(n)"
 _YOU_EVALUATE = "you evaluate when you like: session.evaluate(n)"
 _CUSTOM = "it acts on AutoModel's own model classes, and the toolkit's model is Hugging Face's: it would do nothing"
 _MOE = "NeMo-RL reads it at expert_parallel_size > 1 only, and silently not here; for the head, toolkit.lm_head_precision"
+_NODES = "a recipe's ranks are those of one machine; for more, tk.launch(recipe, cluster=..., ranks=...)"
 _SAMPLER = "the policy itself samples, with the weights it trains"
 
 RULES: dict[str, Rule] = {
@@ -101,8 +102,8 @@ RULES: dict[str, Rule] = {
     "policy.draft.enabled": Rule(off=(False,)),
     "policy.router_replay.enabled": Rule(off=(False,)),
     "cluster.gpus_per_node": Rule(read=read_ranks),
-    "cluster.num_nodes": Rule("the toolkit runs on one machine, not on several nodes", off=(1,)),
-    **_ignored("cluster", "one machine", "segment_size", "master_port_range_low", "master_port_range_high"),
+    "cluster.num_nodes": Rule(_NODES, off=(1,)),
+    **_ignored("cluster", "for NeMo-RL's own placement on nodes", "segment_size", "master_port_range_low", "master_port_range_high"),
     **_rules(
         "policy.optimizer.kwargs",
         lr=Rule(field="learning_rate"),
