@@ -103,7 +103,7 @@ RULES: dict[str, Rule] = {
     "policy.router_replay.enabled": Rule(off=(False,)),
     "cluster.gpus_per_node": Rule(read=read_ranks),
     "cluster.num_nodes": Rule(_NODES, off=(1,)),
-    **_ignored("cluster", "for NeMo-RL's own placement on nodes", "segment_size", "master_port_range_low", "master_port_range_high"),
+    **_ignored("cluster", "for placement on nodes", "segment_size", "master_port_range_low", "master_port_range_high"),
     **_rules(
         "policy.optimizer.kwargs",
         lr=Rule(field="learning_rate"),
