@@ -6,7 +6,7 @@ data; a module imports only from those before it:
     checks, grpo_config -> spec -> layout -> ranks -> engines, attach -> cluster -> fsdp -> prompts -> policy -> build
          -> rollouts -> rewards -> advantages -> collect -> logprobs -> losses -> reference, gradients -> step -> checkpoint
     instruments read along the way: fsdp_watch -> ledger -> memory, mismatch -> cause -> divergence -> tradeoffs
-    surface on top: worker -> live -> session -> launching -> figures -> widgets -> magics -> notebook
+    surface on top: worker -> live -> session -> recipes -> launching -> figures -> widgets -> magics -> notebook
 
 Importing `toolkit` imports neither torch nor transformers; the first `launch` does.
 """
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from toolkit.models import smollm2 as smollm2
     from toolkit.models import tiny_policy as tiny_policy
     from toolkit.prompts import Task as Task
+    from toolkit.recipes import Recipe as Recipe
+    from toolkit.recipes import load_recipe as load_recipe
     from toolkit.records import EvaluationRecord as EvaluationRecord
     from toolkit.records import StepRecord as StepRecord
     from toolkit.self_check import SelfCheckReport as SelfCheckReport
@@ -45,6 +47,7 @@ _HOMES = {
     "MemoryReport": "memory",
     "PolicySpec": "spec",
     "RanksLost": "errors",
+    "Recipe": "recipes",
     "SelfCheckReport": "self_check",
     "Session": "session",
     "SessionClosed": "errors",
@@ -55,6 +58,7 @@ _HOMES = {
     "dtype_picker": "widgets",
     "launch": "launching",
     "linear_logprobs": "linear_head",
+    "load_recipe": "recipes",
     "resume": "launching",
     "smollm2": "models",
     "tiny_policy": "models",

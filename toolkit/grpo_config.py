@@ -32,6 +32,7 @@ class GRPOConfig:
         train_micro_batch_size: sequences per forward and backward on a rank; None takes all of an update's at once.
         learning_rate, weight_decay: of AdamW (betas 0.9, 0.999).
         warmup_steps: the learning rate rises linearly to its value over this many steps.
+        warmup_start_factor: share of its value it starts at, as in torch's `LinearLR`; None is 1 / warmup_steps.
         max_grad_norm: gradients are scaled down to this total norm; None leaves them.
         ratio_clip_min, ratio_clip_max: the probability ratio counts within [1 - min, 1 + max].
         ratio_clip_c: dual clip; bounds the loss of tokens with negative advantage at this multiple of it; None is off.
@@ -75,6 +76,7 @@ class GRPOConfig:
     learning_rate: float = 5e-6
     weight_decay: float = 0.01
     warmup_steps: int = 0
+    warmup_start_factor: float | None = None
     max_grad_norm: float | None = 1.0
     ratio_clip_min: float = 0.2
     ratio_clip_max: float = 0.2
@@ -102,6 +104,10 @@ class GRPOConfig:
     stop_properly_penalty_coef: float | None = None
 
     def __post_init__(self) -> None:
+        if self.warmup_start_factor is not None:
+            check_number("warmup_start_factor", self.warmup_start_factor, 0, 1, open_low=True)
+            if self.warmup_steps == 0:
+                raise SpecError(f"warmup_start_factor={self.warmup_start_factor} does nothing at warmup_steps=0; set both.")
         if self.num_generations_per_prompt == 1:
             raise SpecError(
                 "num_generations_per_prompt=1: the baseline of a group is its mean reward, so the advantage of a group "

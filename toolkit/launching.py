@@ -19,14 +19,15 @@ from toolkit.layout import ModelFacts, check_config, check_layout, gpu_notes, mo
 from toolkit.live import saved_session
 from toolkit.progress import Bars
 from toolkit.ranks import Ranks
+from toolkit.recipes import Recipe, launch_parts
 from toolkit.session import Session
 from toolkit.spec import GRPOConfig, PolicySpec, check_whole, split_fields
 
 
 def launch(
-    spec: PolicySpec | None = None,
+    spec: PolicySpec | Recipe | None = None,
     *,
-    ranks: int = 1,
+    ranks: int | None = None,
     cluster: str | None = None,
     device: str | None = None,
     config: GRPOConfig | None = None,
@@ -37,8 +38,9 @@ def launch(
     """Shard a model over ranks and return the live session.
 
     Args:
-        spec: the policy's settings; or give its fields by name.
-        ranks: 1 is the kernel itself; more are processes on this machine, one per GPU, or on CPU over gloo.
+        spec: the policy's settings, or a recipe (`load_recipe`); or give its fields by name.
+        ranks: 1 is the kernel itself; more are processes on this machine, one per GPU, or on CPU over gloo. None takes the
+            recipe's, else 1.
         cluster: put the ranks on a running Ray cluster instead: "host:port" of its head, or "auto" for RAY_ADDRESS. The
             model, and what you import, must be on every node under the same path or name.
         device: "cpu" or "cuda"; None takes GPUs if there are any.
@@ -52,6 +54,8 @@ def launch(
         SpecError: a setting or combination that would do nothing or crash later. Nothing was started.
         FileNotFoundError: no such model.
     """
+    if isinstance(spec, Recipe):
+        spec, config, ranks = launch_parts(spec, config, ranks, fields)
     if spec is not None and not isinstance(spec, PolicySpec):
         raise SpecError(f"launch({spec!r}): give a PolicySpec, or the model by name: tk.launch(model={str(spec)!r}).")
     if config is not None and not isinstance(config, GRPOConfig):
@@ -63,7 +67,7 @@ def launch(
         raise SpecError("launch needs a model: tk.launch(model=tk.tiny_policy()), or a PolicySpec.")
     spec = PolicySpec(**policy_fields) if spec is None else dataclasses.replace(spec, **policy_fields)
     config = GRPOConfig(**grpo_fields) if config is None else dataclasses.replace(config, **grpo_fields)
-    check_whole("ranks", ranks)
+    ranks = check_whole("ranks", 1 if ranks is None else ranks)
     if device not in (None, "cpu", "cuda"):
         raise SpecError(f"device={device!r} is not allowed; choose 'cpu', 'cuda', or None to take GPUs if there are any.")
     facts = model_facts(spec.model)

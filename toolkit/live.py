@@ -18,6 +18,7 @@ from toolkit.spec import GRPOConfig, PolicySpec
 
 if TYPE_CHECKING:
     from toolkit.prompts import Task
+    from toolkit.recipes import Recipe
     from toolkit.records import StepRecord
 
 
@@ -162,6 +163,10 @@ class LivePolicy:
         self._saved = folder
         self._ranks.raise_late_interrupt()
         return folder
+
+    def to_recipe(self) -> Recipe:
+        """The settings as they are now as a NeMo-RL recipe; its `to_yaml(path)` writes what `load_recipe` reads."""
+        return self._spec.to_recipe(self._config, self.num_ranks)
 
     def _described(self) -> dict[str, Any]:
         spec, config = (

@@ -252,11 +252,19 @@ def switch(policy: Policy, **settings: Any) -> list[fsdp.Unit]:
 
 def set_optimizer(policy: Policy, config: GRPOConfig, step: int) -> float:
     """Set weight decay and learning rate for a step (counted from 0, for the warm-up); returns the rate."""
-    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    rate = config.learning_rate * warmup_factor(config, step)
     for group in policy.optimizer.param_groups:
-        group["lr"] = config.learning_rate * warmup
+        group["lr"] = rate
         group["weight_decay"] = config.weight_decay
-    return config.learning_rate * warmup
+    return rate
+
+
+def warmup_factor(config: GRPOConfig, step: int) -> float:
+    """Share of the learning rate at a step, counted from 0; with a start factor it is torch's `LinearLR`."""
+    steps, start = config.warmup_steps, config.warmup_start_factor
+    if step >= steps:
+        return 1.0
+    return (step + 1) / steps if start is None else start + (1 - start) * step / steps
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

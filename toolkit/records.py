@@ -243,6 +243,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Report):
         return json.loads(value.to_json())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     import pandas as pd
 
     return _plain(value.to_dict("list")) if isinstance(value, pd.DataFrame) else str(value)

@@ -23,6 +23,8 @@ from toolkit.grpo_config import GRPOConfig as GRPOConfig
 if TYPE_CHECKING:
     import torch
 
+    from toolkit.recipes import Recipe
+
 Checkpointing = Literal["full", "selective", "hf"]
 LogprobMode = Literal["materialized", "chunked", "linear"]
 TemperatureOrder = Literal["after_upcast", "before_upcast"]
@@ -220,6 +222,12 @@ class PolicySpec:
     def chunk_rows(self) -> int | None:
         """Rows of logits upcast at a time, None for all."""
         return (self.logprob_chunk_size or 1024) if self.logprob_mode == "chunked" else None
+
+    def to_recipe(self, config: GRPOConfig | None = None, ranks: int = 1) -> Recipe:
+        """This spec, and a config, as a NeMo-RL recipe; its `to_yaml(path)` writes what `load_recipe` reads."""
+        from toolkit.recipes import to_recipe
+
+        return to_recipe(self, config, ranks)
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
