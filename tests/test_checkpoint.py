@@ -188,3 +188,41 @@ def test_bad_saves_are_clear_errors(straight: dict[str, Any], tmp_path: Path) ->
     (cut / SESSION_FILE).write_text((cut / SESSION_FILE).read_text()[:100])
     with pytest.raises(SpecError, match="is cut off, or of another version"):
         tk.resume(cut)
+
+
+@pytest.mark.parametrize("layout", [{}, {"ranks": 2}, {"ranks": 2, "tensor_parallel_size": 2}], ids=["1", "2", "2 TP"])
+def test_an_exported_model_is_the_trained_one_for_transformers(layout: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tk.launch(model=tk.tiny_policy(), precision="float32", **layout, **FIELDS) as session:
+        session.grpo_step()
+        folder = session.export(tmp_path / "model")
+        ids = [[1, 5, 6, 7, 8, 2]]
+        want = session.logprobs(ids)
+        trained = session.run(weights)[0]
+        with pytest.raises(SpecError, match="the folder is not empty"):
+            session.export(folder)
+        with pytest.raises(SpecError, match="is not a dtype"):
+            session.export(tmp_path / "other", dtype="int8")
+        session.grpo_step()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, trained[f"{name}/weight"]), name
+    logits = model(torch.tensor(ids)).logits.log_softmax(-1)
+    found = logits[0, :-1].gather(-1, torch.tensor(ids)[0, 1:, None])[:, 0]
+    torch.testing.assert_close(found, torch.from_numpy(want[0]), rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(folder)("1+1=")["input_ids"] == [
+        *AutoTokenizer.from_pretrained(tk.tiny_policy())("1+1=")["input_ids"]
+    ]
+    with tk.launch(model=folder, **FIELDS) as again:
+        assert again.logprobs(ids).shape == want.shape
+
+
+def test_a_tied_model_is_exported_with_its_tie(tied_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with tk.launch(model=tied_model, **FIELDS) as session:
+        session.export(tmp_path / "model", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()

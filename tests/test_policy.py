@@ -449,3 +449,11 @@ def test_on_gpus_automodels_own_route_ends_in_the_same_checked_state() -> None:
     with tk.launch(model=tk.tiny_policy(), ranks=ranks, output_dtype="bfloat16") as session:
         assert set(session.units()["output_dtype"]) == {"bfloat16"}
         assert session.grpo_step().metrics["global_valid_toks"] > 0
+
+
+def test_a_model_that_lets_packed_sequences_see_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tk.launch(model=tk.tiny_policy(), sequence_packing=True):
+        pass
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    with pytest.raises(SpecError, match="lets packed sequences see each other"):
+        tk.launch(model=tk.tiny_policy(), sequence_packing=True)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import toolkit as tk
 from toolkit.errors import SpecError
-from toolkit.prompts import Task, arithmetic, draw_problems, encode_prompts, make_batch
+from toolkit.prompts import Task, arithmetic, draw_problems, encode_prompts, make_batch, pack, unpack
 from toolkit.rewards import exact_match, grade
 from toolkit.tasks import resolve_task
 
@@ -132,3 +132,18 @@ def test_padding_side_changes_no_logprob(one_rank: tk.Session) -> None:
     for a, b, c in zip(left, right, prompt, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
         torch.testing.assert_close(a, c, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["prompt", "left", "right"])
+def test_packing_leaves_no_pad_and_unpacking_puts_every_token_back(side: str) -> None:
+    rows = [[1, 5, 6, 7, 2], [1, 8, 2], [1, 9, 9, 4]]
+    batch = make_batch(rows, [3, 1, 2], pad_id=0, side=side, width=9)
+    row, real_BT = pack(batch)
+    assert row.ids_BT.tolist() == [[1, 5, 6, 7, 2, 1, 8, 2, 1, 9, 9, 4]]
+    assert row.positions_BT.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]]
+    assert row.token_mask_BT.tolist() == [[0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 1]]
+    back = unpack(row.ids_BT[:, 1:].float(), real_BT)
+    assert back.shape == (3, batch.ids_BT.shape[1] - 1)
+    later = batch.token_mask_BT[:, 1:] > 0
+    assert torch.equal(back[later].long(), batch.ids_BT[:, 1:][later])
+    assert not back[~real_BT[:, 1:]].any()

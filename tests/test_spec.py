@@ -68,7 +68,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprob_mode": "fused"}, "'materialized', 'chunked', 'linear'"),
     ({"logprob_mode": "linear", "logprob_chunk_size": 8}, "makes no logits to upcast"),
     ({"logprob_mode": "linear", "temperature_order": "before_upcast"}, "float32 from the start"),
-    ({"sequence_packing": True}, "not available"),
+    ({"sequence_packing": True, "sequence_parallel": True, "tensor_parallel_size": 2}, "a packed row has any length"),
     ({"attn_implementation": "eager"}, "becomes -inf"),
     ({"attn_implementation": "flash"}, "'eager', 'sdpa'"),
     ({"activation_checkpointing": "outside"}, "'full', 'selective', 'hf'"),

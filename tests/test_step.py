@@ -66,6 +66,9 @@ def reference() -> tuple[list[dict[str, float]], list[torch.Tensor]]:
         {"ranks": 4, "tensor_parallel_size": 2},
         {"logprob_mode": "chunked", "logprob_chunk_size": 7},
         {"activation_checkpointing": "hf"},
+        {"sequence_packing": True, "train_micro_batch_size": 5},
+        {"sequence_packing": True, "logprob_mode": "linear", "ranks": 2},
+        {"sequence_packing": True, "logprob_mode": "chunked", "ranks": 2, "tensor_parallel_size": 2},
     ],
     ids=lambda f: "-".join(f"{k}{v}" for k, v in f.items()),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from toolkit import fsdp
 from toolkit.errors import SpecError
 from toolkit.policy import Policy
+from toolkit.spec import torch_dtype
 
 # By parameter name instead of by parameter group: groups follow the device mesh, which another layout changes.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -59,6 +61,23 @@ def load(policy: Policy, folder: str) -> None:
     set_model_state_dict(policy.model, state[_MODEL])
     if has_moments:
         set_optimizer_state_dict(policy.model, policy.optimizer, state[_OPTIMIZER], options=_OPTIONS)
+
+
+def export(policy: Policy, folder: str, dtype: str) -> None:
+    """Gather the whole model on rank 0 and write it in Hugging Face's format; all ranks together."""
+    fsdp.reshard(policy.model)
+    whole: dict[str, Any] = get_model_state_dict(
+        policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    with policy.failing_together():
+        if policy.is_first:
+            model: Any = policy.model
+            state = {name: tensor.to(torch_dtype(dtype)) for name, tensor in whole.items()}
+            with torch.device("meta"):  # only its class, config and ties are needed to write the file
+                empty = type(model)._from_config(model.config, dtype=torch_dtype(dtype))
+            empty.generation_config = model.generation_config
+            empty.save_pretrained(folder, state_dict=state)
+            policy.tokenizer.save_pretrained(folder)
 
 
 def _stored_names(folder: str) -> list[str]:

@@ -26,7 +26,7 @@ Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 def linear_forward(
     model: nn.Module,
     ids_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
+    mask_BT: torch.Tensor | None,
     positions_BT: torch.Tensor,
     scored_BT: torch.Tensor,
     temperature: float,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from toolkit.errors import RanksLost, SessionClosed, SpecError
 from toolkit.layout import ModelFacts, check_output_dtype, check_temperature_order
 from toolkit.ranks import Ranks
-from toolkit.spec import GRPOConfig, PolicySpec
+from toolkit.spec import GRPOConfig, PolicySpec, dtype_name
 
 if TYPE_CHECKING:
     from toolkit.prompts import Task
@@ -167,6 +167,22 @@ class LivePolicy:
     def to_recipe(self) -> Recipe:
         """The settings as they are now as a NeMo-RL recipe; its `to_yaml(path)` writes what `load_recipe` reads."""
         return self._spec.to_recipe(self._config, self.num_ranks)
+
+    def export(self, folder: str | Path, dtype: str = "float32") -> Path:
+        """Write the model as it is now in Hugging Face's format (safetensors, config, tokenizer), for `from_pretrained`.
+
+        Args:
+            dtype: of the written weights; the masters are float32.
+
+        Raises:
+            SpecError: the folder exists and is not empty, or an unknown dtype.
+        """
+        folder = Path(folder).expanduser().absolute()
+        dtype = dtype_name(dtype)
+        if folder.exists() and any(folder.iterdir()):
+            raise SpecError(f"export({str(folder)!r}): the folder is not empty; take another one.")
+        self.run(self._worker.export, str(folder), dtype)
+        return folder
 
     def _described(self) -> dict[str, Any]:
         spec, config = (

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import SpecError
 from toolkit.policy import Policy
-from toolkit.prompts import Batch
+from toolkit.prompts import Batch, pack, unpack
 from toolkit.spec import PolicySpec, TemperatureOrder, check_temperature, check_whole
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -36,12 +36,19 @@ def forward_logprobs(policy: Policy, batch: Batch, temperature: float, phase: Ph
 
     Those of prompt and pad tokens mean nothing; linear mode leaves them at 0.
     """
+    if policy.spec.sequence_packing:
+        row, real_BT = pack(batch)
+        return unpack(_forward(policy, row, None, temperature, phase), real_BT)
+    return _forward(policy, batch, batch.mask_BT, temperature, phase)
+
+
+def _forward(policy: Policy, batch: Batch, mask_BT: torch.Tensor | None, temperature: float, phase: Phase) -> torch.Tensor:
     with policy.autocast():
         if policy.spec.logprob_mode == "linear":
             with phase("forward"):
-                return policy.forward_logprobs(batch, temperature)
+                return policy.forward_logprobs(batch, mask_BT, temperature)
         with phase("forward"):
-            logits_BTV = policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits
+            logits_BTV = policy.forward(batch.ids_BT, mask_BT, batch.positions_BT).logits
         with phase("loss"):
             return next_token_logprobs(logits_BTV, batch.ids_BT, policy.spec, temperature)
 

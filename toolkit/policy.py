@@ -83,14 +83,17 @@ class Policy:
         """The region forward, loss and backward run in (as in NeMo-RL, the backward too)."""
         return torch.autocast(self.device.type, torch_dtype(self.spec.precision), enabled=self.spec.runs_autocast)
 
-    def forward(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, positions_BT: torch.Tensor, **options: Any) -> Any:
-        """Run the model; `.logits` is [B, T, V] in the root's output dtype, sharded over V when tensor-parallel."""
+    def forward(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor | None, positions_BT: torch.Tensor, **options: Any) -> Any:
+        """Run the model; `.logits` is [B, T, V] in the root's output dtype, sharded over V when tensor-parallel.
+
+        Without a mask, a row may hold several sequences end to end: each begins where positions begin again.
+        """
         options.setdefault("use_cache", False)
         return self.model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, **options)
 
-    def forward_logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+    def forward_logprobs(self, batch: Batch, mask_BT: torch.Tensor | None, temperature: float) -> torch.Tensor:
         """Run the model without logits: [B, T-1] float32 logprobs of the batch's completion tokens, 0 at others."""
-        return linear_forward(self.model, batch.ids_BT, batch.mask_BT, batch.positions_BT, batch.token_mask_BT, temperature)
+        return linear_forward(self.model, batch.ids_BT, mask_BT, batch.positions_BT, batch.token_mask_BT, temperature)
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a CPU tensor over the data-parallel ranks (over all ranks, less the copies of tensor-parallel peers)."""
@@ -182,6 +185,34 @@ def probe(policy: Policy) -> None:
         ) from error
     if policy.spec.logprob_mode == "linear":
         _check_linear(policy)
+    if policy.spec.sequence_packing:
+        _check_packing(policy)
+
+
+@torch.no_grad()
+def _check_packing(policy: Policy) -> None:
+    """See that a packed sequence does not depend on the one before it; nothing in a model's class tells.
+
+    Raises:
+        SpecError: it does.
+    """
+    length = 4 * policy.tensor_size
+    second = torch.arange(length, device=policy.device) % policy.vocab_size
+    positions_BT = torch.arange(length, device=policy.device).repeat(2)[None]
+    with policy.autocast():
+        rows = [torch.cat([first, second])[None] for first in (second, second.flip(0))]
+        after = [_whole_logits(policy.forward(ids_BT, None, positions_BT))[:, length:] for ids_BT in rows]
+    fsdp.reshard(policy.model)
+    if not torch.equal(*after):
+        raise SpecError(
+            f"sequence_packing=True: {policy.spec.model} lets packed sequences see each other (it does not take new "
+            "positions for a new sequence). Use sequence_packing=False."
+        )
+
+
+def _whole_logits(output: Any) -> torch.Tensor:
+    logits: torch.Tensor = output.logits
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 @torch.no_grad()
@@ -198,9 +229,8 @@ def _check_linear(policy: Policy) -> None:
     ones_BT = torch.ones_like(ids_BT)
     batch = Batch(ids_BT, ones_BT, torch.arange(width, device=policy.device)[None], ones_BT.float())
     with policy.autocast():
-        logits_BTV = policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits
-        logits_BTV = (logits_BTV.full_tensor() if isinstance(logits_BTV, DTensor) else logits_BTV)[:, :-1].double()
-        found_BT = policy.forward_logprobs(batch, 1.0)
+        logits_BTV = _whole_logits(policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT))[:, :-1].double()
+        found_BT = policy.forward_logprobs(batch, batch.mask_BT, 1.0)
     fsdp.reshard(policy.model)
     expected_BT = logits_BTV.log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[..., 0]
     apart = float((found_BT - expected_BT).abs().max())

@@ -188,6 +188,27 @@ def make_batch(
     return Batch(ids_BT, mask_BT, positions_of(mask_BT), token_mask_BT)
 
 
+def pack(batch: Batch) -> tuple[Batch, torch.Tensor]:
+    """Put a batch's sequences end to end into one row without pads.
+
+    Returns:
+        The row, [1, N], whose positions start at 0 with each sequence (that is how models tell them apart), and [B, T]
+        bool, where its tokens came from, for `unpack`.
+    """
+    real_BT = batch.mask_BT > 0
+    return Batch(*(getattr(batch, name)[real_BT].unsqueeze(0) for name in Batch.__slots__)), real_BT
+
+
+def unpack(logprobs_1N: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
+    """The packed row's logprobs [1, N-1] of tokens 1.. back at the places [B, T-1] of their tokens, 0 at pads.
+
+    A sequence's first token gets the one that the end of the sequence before it gives; it means nothing.
+    """
+    logprobs_BT = logprobs_1N.new_zeros(real_BT.shape)
+    logprobs_BT[real_BT] = torch.cat([logprobs_1N.new_zeros(1), logprobs_1N[0]])
+    return logprobs_BT[:, 1:]
+
+
 def positions_of(mask_BT: torch.Tensor) -> torch.Tensor:
     """Position ids [B, T] that count real tokens only, so that learned positions are right under left padding."""
     return (mask_BT.cumsum(-1) - 1).masked_fill(mask_BT == 0, 1)

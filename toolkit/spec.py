@@ -104,7 +104,9 @@ class PolicySpec:
         logprob_chunk_size: rows (tokens) of logits upcast at a time; only for "chunked", where None means 1024.
         temperature_order: "after_upcast" divides float32 logits by the temperature; "before_upcast" reproduces NeMo-RL
             and divides in the output dtype.
-        sequence_packing: not available yet; only False.
+        sequence_packing: training and scoring put a micro-batch's sequences end to end into one row, without pads; each
+            attends to itself only. Without a variable-length attention kernel (as on CPU) attention costs the square of
+            the row: set `train_micro_batch_size`.
         attn_implementation: None (sdpa), "eager", "sdpa", or "flash_attention_2" (CUDA only).
         seed: of parameter initialisation, prompts and sampling.
 
@@ -197,10 +199,10 @@ class PolicySpec:
                 f"casts it to {self.precision}; padded rows then turn into NaN, and all others after them. Use 'sdpa', or "
                 f"output_dtype={self.precision!r}."
             )
-        if self.sequence_packing:
+        if self.sequence_packing and self.sequence_parallel:
             raise SpecError(
-                "sequence_packing=True is not available: sequences are padded, not packed. Leave it at False; "
-                "train_micro_batch_size bounds the padded tokens held at once."
+                "sequence_packing=True with sequence_parallel=True: a packed row has any length, and sequence parallelism "
+                "shards it evenly. Set one of them to False."
             )
 
     @property

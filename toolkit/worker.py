@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from toolkit import fsdp
 from toolkit.build import build
+from toolkit.checkpoint import export as export
 from toolkit.checkpoint import load as load
 from toolkit.checkpoint import save as save
 from toolkit.collect import grade_together, sample_step
