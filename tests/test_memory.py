@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import toolkit as tk
 from toolkit.ledger import CATEGORIES
-from toolkit.memory import MemoryReport, _made_up, _put_back, _train
+from toolkit.memory import MemoryReport, _put_back, made_up, train
 from toolkit.policy import Policy
 from toolkit.spec import GRPOConfig
 
@@ -22,12 +22,12 @@ SHAPE = (16, 65)  # sequences, tokens; large enough for the operations' own scra
 
 def allocator_peak(policy: Policy, config: GRPOConfig, shape: tuple[int, int]) -> int:
     """Most bytes of the step above what was there before, by the profiler's own log of the CPU allocator."""
-    training = _made_up(policy, config, *shape)
+    training = made_up(policy, config, *shape)
     with _put_back(policy):
-        _train(policy, config, training, 0)
+        train(policy, config, training, 0)
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-            _train(policy, config, training, 0)
+            train(policy, config, training, 0)
     live = peak = 0
     events = [
         (event.start_time_ns, event.extra_fields.alloc_size)
