@@ -39,7 +39,7 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     torch.manual_seed(spec.seed)
     setup = fsdp.build_setup(spec, dist.get_world_size())
-    with _quiet_transformers(), _named_failure(spec):
+    with _quiet_transformers(), named_failure(spec):
         tokenizer = _load_tokenizer(str(spec.model))
         config = without_dropout(AutoConfig.from_pretrained(str(spec.model)))
         progress(1)
@@ -107,7 +107,7 @@ def _dropout_fields(config: Any) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _named_failure(spec: PolicySpec) -> Iterator[None]:
+def named_failure(spec: PolicySpec) -> Iterator[None]:
     """Say which model could not be loaded; the libraries' own messages often don't."""
     try:
         yield

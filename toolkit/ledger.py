@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit import fsdp
-from toolkit.fsdp_watch import watch
+from toolkit.fsdp_watch import watch, with_memory
 
 #: Order of precedence where a storage has several claims, and of stacking in figures.
 CATEGORIES = (
@@ -167,8 +167,7 @@ class Ledger(TorchDispatchMode):
 
     def note(self, tensor: torch.Tensor, op: str = "before", label: str | None = None) -> int | None:
         """Book a tensor's storage if it is new, and label it; returns its block."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor  # to_local() would record an autograd node
+        tensor = with_memory(tensor)
         if self._context[-1:] == ["shapes"]:
             return None  # DTensor working out global shapes: no memory behind it
         storage = tensor.untyped_storage()

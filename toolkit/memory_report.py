@@ -127,7 +127,7 @@ class MemoryReport(Report):
 def report_of(
     policy: Policy, micro_batch: TrainingBatch, ledger: Ledger, *, source: str, checked_against: str
 ) -> MemoryReport:
-    """Read the ledger of one training step. `per_rank_peak_bytes` holds this rank's only; who can ask the others adds them."""
+    """Read the ledger of one training step; `per_rank_peak_bytes` holds this rank's, until the caller adds the others'."""
     timeline, phase_peaks, peak = _timeline(ledger)
     peak_time, peak_bytes, peak_phase, categories = peak
     assert sum(categories.values()) == peak_bytes == sum(ledger.alive_at(peak_time).values())
