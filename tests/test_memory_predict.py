@@ -88,7 +88,48 @@ def test_gradients_of_earlier_micro_batches_live_through_the_forward(one_rank: t
     elements = int(one_rank.units().query("rank == 0")["num_parameters"].sum())
     assert one.num_sequences == two.num_sequences == 4
     more = two.phase_peaks["forward"] - one.phase_peaks["forward"] - (two.categories["inputs"] - one.categories["inputs"])
-    assert more == 4 * elements
+    assert more == pytest.approx(4 * elements, rel=0.001)  # and the first one's logprobs, a kilobyte
+
+
+BYTES_PER_LOGIT = [
+    # ranks that share the vocabulary, mode, sequences, output dtype: alive at once in forward, loss, backward. A copy in float32
+    # is 4, in 16 bits 2; a chunk is a quarter of the rows, so each of its float32 copies is 1.
+    (1, "materialized", 1, "float32", 6, 8, 12),
+    (1, "materialized", 1, "bfloat16", 2, 10, 12),
+    (1, "materialized", 1, "float16", 4, 10, 12),
+    (1, "materialized", 4, "float32", 6, 12, 12),
+    (1, "materialized", 4, "bfloat16", 2, 14, 12),
+    (1, "materialized", 4, "float16", 4, 14, 12),
+    (1, "chunked", 4, "float32", 6, 5, 10),
+    (1, "chunked", 4, "bfloat16", 2, 4, 6),
+    (1, "chunked", 4, "float16", 4, 4, 6),
+    (2, "materialized", 4, "float32", 6, 8, 12),
+    (2, "materialized", 4, "bfloat16", 2, 10, 8),
+    (2, "materialized", 4, "float16", 4, 10, 8),
+    (2, "chunked", 4, "float32", 6, 5, 10),
+    (2, "chunked", 4, "bfloat16", 2, 4, 6),
+    (2, "chunked", 4, "float16", 4, 4, 6),
+]
+
+
+@pytest.fixture(scope="module")
+def logit_reports() -> dict[str, MemoryReport]:
+    def setting(tp: int, mode: str, sequences: int, dtype: str) -> dict[str, Any]:
+        chunks = {"logprob_chunk_size": sequences * 128 // 4} if mode == "chunked" else {}
+        sizes = {"tensor_parallel_size": tp, "micro_batch_size": sequences}
+        return {"logprob_mode": mode, "output_dtype": dtype, **sizes, **chunks}
+
+    settings = {str(row[:4]): setting(*row[:4]) for row in BYTES_PER_LOGIT}
+    return predict_settings(settings, model=tk.tiny_policy(), ranks=2, sequence_length=128, device="cpu")
+
+
+@pytest.mark.parametrize("row", BYTES_PER_LOGIT, ids=lambda row: "-".join(map(str, row[:4])))
+def test_bytes_per_logit_element(row: tuple[Any, ...], logit_reports: dict[str, MemoryReport]) -> None:
+    """A 16-bit output costs 2 bytes where all logits are upcast at once, and saves 4 where they are in chunks."""
+    report = logit_reports[str(row[:4])]
+    for phase, expected in zip(("forward", "loss", "backward"), row[4:], strict=True):
+        assert report.logit_phase_peaks[phase] / report.logit_elements == pytest.approx(expected, abs=0.15), phase
+    assert report.logit_peak_bytes == max(report.logit_phase_peaks.values())
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import fsdp
 from toolkit.ledger import Ledger
 from toolkit.logprobs import Phase, no_phase
+from toolkit.memory_cuda import allocator_beside
 from toolkit.memory_report import MemoryReport as MemoryReport
 from toolkit.memory_report import report_of
 from toolkit.policy import Policy, set_optimizer
@@ -34,7 +36,7 @@ from toolkit.step import (
 
 _CHECKED = {
     "cpu": "the CPU allocator's own log: within 1 %, and 2 % on several ranks, where gloo copies what it sends",
-    "cuda": "nothing yet: no GPU run is recorded",
+    "cuda": "the allocator's own peak, beside it in allocator_peak_bytes",
 }
 
 
@@ -47,24 +49,28 @@ def measure(
     step: int,
     output_dtype: str | None = None,
     shape: tuple[int, int] | None = None,
+    snapshot: Path | None = None,
 ) -> MemoryReport:
     """Measure one training step on this rank (all ranks together).
 
     Args:
         output_dtype: measure with this one and put the session's back; None takes the session's.
         shape: (sequences on each rank, tokens of each) to measure made-up tokens of that size; None samples a step.
+        snapshot: on CUDA, a file for the allocator's own log of the step.
     """
     settings = {} if output_dtype is None else {"output_dtype": dtype_name(output_dtype, "output_dtype")}
     with policy.temporarily(**settings):
         training = made_up(policy, config, *shape) if shape else _sampled(policy, config, problems, reward, step)
         with _put_back(policy):
             train(policy, config, training, step)  # creates optimizer state and FSDP2's lazy parts beforehand
-            ledger = record(policy, config, training, step)
+            with allocator_beside(policy.device, snapshot) as allocator:
+                ledger = record(policy, config, training, step)
         first = next(training.micro_batches(config.train_micro_batch_size))
         source = policy.device.type
         report = report_of(policy, first, ledger, source=source, checked_against=_CHECKED[source])
         dist.all_gather_object(peaks := [0] * dist.get_world_size(), report.peak_bytes)
         report.per_rank_peak_bytes = peaks
+        report.allocator_peak_bytes = allocator.peak_bytes
         return report
 
 

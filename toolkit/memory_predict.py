@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from toolkit.policy import Policy
 
 #: What of a GRPO step changes which tensors live; the rest would do nothing here.
-_MATTERS = ("temperature", "max_grad_norm", "ratio_clip_c", "token_level_loss")
+_MATTERS = (
+    "temperature",
+    "max_grad_norm",
+    "ratio_clip_c",
+    "token_level_loss",
+    "force_on_policy_ratio",
+    "use_importance_sampling_correction",
+    "reference_policy_kl_penalty",
+)
 _CHECKED = {
     "cpu": "measured steps on CPU ranks: equal to the byte in all 24 tested settings; uncalibrated for CUDA",
     "cuda": "uncalibrated for CUDA, as no GPU run is recorded; tensors only: add the CUDA context, NCCL and fragmentation",
@@ -69,7 +77,8 @@ def predict_memory(
         device: whose kernels' scratch is counted, "cpu" or "cuda"; None takes CUDA's if this machine has a GPU. The CPU's
             agree with `session.memory()` on CPU ranks; CUDA's are uncalibrated.
         **spec_fields: fields of `PolicySpec`, and those of `GRPOConfig` that matter to memory: temperature, max_grad_norm,
-            ratio_clip_c, token_level_loss.
+            ratio_clip_c, token_level_loss, force_on_policy_ratio, use_importance_sampling_correction, and
+            reference_policy_kl_penalty (which keeps a second set of parameter shards).
 
     Returns:
         A report whose `source` is "predicted" and whose `checked_against` says how far to trust it.
@@ -202,12 +211,15 @@ def _predict(job: _Job) -> MemoryReport:
     from toolkit.fakes import fake_ranks, fake_tensors
     from toolkit.memory import made_up, record
     from toolkit.memory_report import report_of
+    from toolkit.reference import keep_reference
 
     with fake_ranks(0, job.ranks):
         setup = fsdp.build_setup(job.spec, job.ranks)
         with fake_tensors():
             policy = _build(job.spec, job.config, setup)
-            training = made_up(policy, *job.shape)
+            if job.grpo.reference_policy_kl_penalty:
+                keep_reference(policy)
+            training = made_up(policy, job.grpo, *job.shape)
             ledger = record(policy, job.grpo, training, 0, kernels=job.kernels)
             first = next(training.micro_batches(job.grpo.train_micro_batch_size))
             return report_of(policy, first, ledger, source="predicted", checked_against=_CHECKED[job.kernels])

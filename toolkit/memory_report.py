@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,15 @@ _ORDERS = {
 }
 
 
+#: The same for tables.
+_SHORT = {
+    _ORDERS[False]: "none",
+    _ORDERS["full"]: "inside the units (AutoModel)",
+    _ORDERS["selective"]: "inside, selective",
+    _ORDERS["hf"]: "outside the units (HF)",
+}
+
+
 @dataclass(repr=False, eq=False)
 class MemoryReport(Report):
     """Live tensor storage over one training step, on the rank with the highest peak.
@@ -39,7 +49,8 @@ class MemoryReport(Report):
         phase_peaks: most bytes alive in each phase.
         saved_by_dtype: bytes kept from forward to backward, other than logits, parameters and inputs, by dtype.
         boundary_bytes: of these, outputs of FSDP units in the output dtype: what the output dtype itself retains.
-        boundaries: each unit's output: unit, dtype, bytes, and whether it is retained for backward.
+        boundaries: each unit's output: unit, shape, dtype, bytes, and whether it is retained for backward.
+        logit_phase_peaks: most bytes of logits alive at once in each phase.
         logit_buffers: each [.., V] tensor: stage (the operation), shape, dtype, bytes, phase, alive at the logit peak.
         timeline: "event", "phase" and bytes by category, in columns.
         source: "cpu" or "cuda" (measured there), or "predicted" (fake tensors).
@@ -50,6 +61,7 @@ class MemoryReport(Report):
         num_sequences, sequence_length: of one micro-batch on a rank.
         logit_elements: elements of one micro-batch's logits on a rank.
         rank: the rank this is about.
+        allocator_peak_bytes: most bytes CUDA's allocator had given out at once during the step; None on a CPU and predicted.
         per_rank_peak_bytes: the peak of every rank; of a prediction that of rank 0, whose shards are the largest.
     """
 
@@ -60,6 +72,7 @@ class MemoryReport(Report):
     saved_by_dtype: dict[str, int]
     boundary_bytes: int
     boundaries: list[dict[str, Any]]
+    logit_phase_peaks: dict[str, int]
     logit_buffers: list[dict[str, Any]]
     timeline: dict[str, list[Any]]
     source: str
@@ -75,18 +88,26 @@ class MemoryReport(Report):
     ranks: int
     tensor_parallel_size: int
     logprobs: str
+    allocator_peak_bytes: int | None = None
+
+    @property
+    def unexplained_bytes(self) -> int | None:
+        """What CUDA's allocator held at its peak beyond the ledger's: kernels' scratch, rounding, tensors of others."""
+        return None if self.allocator_peak_bytes is None else self.allocator_peak_bytes - self.peak_bytes
 
     @property
     def logit_peak_bytes(self) -> int:
         """Most bytes of logits alive at once."""
-        return max(self.timeline["logits"], default=0)
+        return max(self.logit_phase_peaks.values())
 
     @property
     def summary(self) -> dict[str, Any]:
+        allocator = {"allocator_peak_bytes": self.allocator_peak_bytes, "unexplained_bytes": self.unexplained_bytes}
         return {
             "output_dtype": self.output_dtype,
             "peak_bytes": self.peak_bytes,
             "peak_phase": self.peak_phase,
+            **{name: nbytes for name, nbytes in allocator.items() if nbytes is not None},
             **{f"{name}_bytes": nbytes for name, nbytes in self.categories.items()},
             "logit_peak_bytes": self.logit_peak_bytes,
             "boundary_bytes": self.boundary_bytes,
@@ -119,22 +140,64 @@ class MemoryReport(Report):
 
     def figure(self) -> go.Figure:
         """The step over time, stacked by category, with the peak marked."""
-        from toolkit.figures import memory_figure
+        from toolkit.memory_figures import memory_figure
 
         return memory_figure(self)
+
+    def compare(self, other: MemoryReport) -> go.Figure:
+        """This setting beside another: bytes by category at the peak and by phase, with the difference of the other."""
+        from toolkit.memory_figures import memory_comparison_figure
+
+        mine, its = self._setting(), other._setting()
+        differing = [name for name in mine if mine[name] != its[name]] or ["output_dtype"]
+        labels = [", ".join(f"{name}={setting[name]}" for name in differing) for setting in (mine, its)]
+        if labels[0] == labels[1]:
+            labels = [f"{label} ({place})" for label, place in zip(labels, ("first", "second"), strict=True)]
+        return memory_comparison_figure(dict(zip(labels, (self, other), strict=True)))
+
+    def _setting(self) -> dict[str, Any]:
+        names = (
+            "output_dtype", "model", "ranks", "tensor_parallel_size", "logprobs", "checkpointing", "num_sequences",
+            "sequence_length", "source",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+def peaks_table(reports: Iterable[MemoryReport]) -> pd.DataFrame:
+    """Peaks in GiB: a row per setting, a column per output dtype, and the last dtype's difference from the first."""
+    import pandas as pd
+
+    frame = pd.DataFrame(
+        {
+            "tensor_parallel_size": report.tensor_parallel_size,
+            "logprobs": report.logprobs,
+            "checkpointing": _SHORT[report.checkpointing],
+            "tokens": f"{report.num_sequences} × {report.sequence_length}",
+            "output_dtype": report.output_dtype,
+            "GiB": report.peak_bytes / 2**30,
+        }
+        for report in reports
+    )
+    keys = [name for name in frame.columns if name not in ("output_dtype", "GiB")]
+    dtypes = list(frame["output_dtype"].unique())
+    table = frame.pivot_table("GiB", keys, "output_dtype", sort=False)[dtypes]
+    table.columns = pd.Index([f"{dtype}, GiB" for dtype in dtypes])
+    table["difference, GiB"] = table.iloc[:, -1] - table.iloc[:, 0]
+    return table.round(2)
 
 
 def report_of(
     policy: Policy, micro_batch: TrainingBatch, ledger: Ledger, *, source: str, checked_against: str
 ) -> MemoryReport:
     """Read the ledger of one training step; `per_rank_peak_bytes` holds this rank's, until the caller adds the others'."""
-    timeline, phase_peaks, peak = _timeline(ledger)
+    timeline, phase_peaks, logit_phase_peaks, peak = _timeline(ledger)
     peak_time, peak_bytes, peak_phase, categories = peak
     assert sum(categories.values()) == peak_bytes == sum(ledger.alive_at(peak_time).values())
     backward = next(time for time, name in ledger.phases if name == "backward")
     retained = ledger.alive_at(backward - 1)
     boundaries: list[dict[str, Any]] = [
-        {"unit": unit, "dtype": ledger.blocks[i].dtype, "bytes": ledger.blocks[i].nbytes, "retained": i in retained}
+        {"unit": unit, "retained": i in retained}
+        | {"shape": ledger.blocks[i].shape, "dtype": ledger.blocks[i].dtype, "bytes": ledger.blocks[i].nbytes}
         for unit, blocks in ledger.unit_outputs.items()
         for i in dict.fromkeys(blocks)
         if not ledger.blocks[i].is_logits
@@ -152,6 +215,7 @@ def report_of(
         saved_by_dtype=dict(saved),
         boundary_bytes=sum(int(b["bytes"]) for b in boundaries if b["retained"]),
         boundaries=boundaries,
+        logit_phase_peaks=logit_phase_peaks,
         logit_buffers=_logit_buffers(ledger),
         timeline=timeline,
         source=source,
@@ -170,11 +234,13 @@ def report_of(
     )
 
 
-def _timeline(ledger: Ledger) -> tuple[dict[str, list[Any]], dict[str, int], tuple[int, int, str, dict[str, int]]]:
-    """Columns of the stored timeline, the peak of each phase, and the peak of all: time, bytes, phase, categories."""
+def _timeline(
+    ledger: Ledger,
+) -> tuple[dict[str, list[Any]], dict[str, int], dict[str, int], tuple[int, int, str, dict[str, int]]]:
+    """Columns of the stored timeline, each phase's peak, of logits too, and the peak: time, bytes, phase, categories."""
     start = next(time for time, name in ledger.phases if name == "forward")
     stride = max(1, (len(ledger.events) - start) // _TIMELINE_POINTS)
-    phase_peaks = dict.fromkeys(PHASES, 0)
+    phase_peaks, logit_phase_peaks = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, 0)
     peak: tuple[int, int, str, dict[str, int]] = (0, -1, "", {})
     bins: dict[tuple[str, int], tuple[int, int, dict[str, int]]] = {}
     phase_seen = "forward"
@@ -184,6 +250,7 @@ def _timeline(ledger: Ledger) -> tuple[dict[str, list[Any]], dict[str, int], tup
         phase_seen = phase if phase in PHASES else phase_seen
         total = sum(live.values())
         phase_peaks[phase_seen] = max(phase_peaks[phase_seen], total)
+        logit_phase_peaks[phase_seen] = max(logit_phase_peaks[phase_seen], live["logits"])
         key = (phase_seen, time // stride)
         if total > bins.get(key, (0, -1, {}))[1]:
             bins[key] = (time, total, dict(live))
@@ -193,7 +260,7 @@ def _timeline(ledger: Ledger) -> tuple[dict[str, list[Any]], dict[str, int], tup
     timeline: dict[str, list[Any]] = {"event": [p[0] for p in points], "phase": [p[1] for p in points]}
     for name in CATEGORIES:
         timeline[name] = [p[2].get(name, 0) for p in points]
-    return timeline, phase_peaks, peak
+    return timeline, phase_peaks, logit_phase_peaks, peak
 
 
 _STAGES = {
