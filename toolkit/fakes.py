@@ -61,6 +61,10 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
+#: What makes fake tensors of real ones.
+_LIFTING = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
 class _OrdinaryValues(TorchDispatchMode):
     """Answer questions about data that is not there as in an ordinary step: conditions hold, and selections take all."""
 
@@ -69,10 +73,9 @@ class _OrdinaryValues(TorchDispatchMode):
             return NotImplemented  # DTensor runs the operation on local tensors, which come back here
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as the real one does; its fake makes a second tensor
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        lifting = func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # real ones into fakes
-        if tensors and not lifting and not any(isinstance(t, FakeTensor) for t in tensors):
-            with unset_fake_temporarily():
+        if not any(issubclass(t, FakeTensor) for t in types) and func not in _LIFTING:
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            with unset_fake_temporarily() if tensors else contextlib.nullcontext():
                 return func(*args, **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))

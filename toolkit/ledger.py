@@ -156,7 +156,8 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor runs the operation on local tensors, which come back here
         result = func(*args, **(kwargs or {}))
-        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        leaves = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)  # mostly the former, and it is slow
+        outputs = [t for t in leaves if isinstance(t, torch.Tensor)]
         op = func._schema.name
         for tensor in outputs:
             self.note(tensor, op)
