@@ -63,7 +63,7 @@ def test_the_comparison_says_the_difference(reports: dict[str, MemoryReport]) ->
         assert list(phases.y * 2**20) == pytest.approx(list(report.phase_peaks.values()))
     narrow, wide = reports["bfloat16"].phase_peaks, reports["float32"].phase_peaks
     written = {annotation.text for annotation in figure.layout.annotations}
-    assert f"{(narrow['backward'] - wide['backward']) / 2**20:+.2f}" in written
+    assert f"{(narrow['forward'] - wide['forward']) / 2**20:+.2f} MiB" in written
 
 
 def test_a_report_compares_itself_and_names_what_differs(reports: dict[str, MemoryReport]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,11 +122,11 @@ def memory_comparison_figure(reports: dict[str, MemoryReport]) -> go.Figure:
             difference = (after[key] - before[key]) / size
             if abs(difference) >= 0.005 * last.peak_bytes / size:
                 figure.add_annotation(
-                    x=key.replace("_", "<br>"), y=max(before[key], after[key]) / size, text=f"{difference:+.2f}",
+                    x=key.replace("_", "<br>"), y=max(before[key], after[key]) / size, text=f"{difference:+.2f} {unit}",
                     showarrow=False, yanchor="bottom", row=1, col=col,
                 )  # fmt: skip
-    figure.update_layout(barmode="group", legend={"orientation": "h", "y": -0.28})
-    figure.update_xaxes(tickangle=0, tickfont={"size": 10})
+    figure.update_layout(barmode="group", legend={"orientation": "h", "y": -0.35})
+    figure.update_xaxes(tickangle=-35, tickfont={"size": 10})
     figure.update_yaxes(title_text=unit, col=1)
     return figure
 
@@ -175,21 +176,16 @@ def logits_figure(reports: dict[str, MemoryReport]) -> go.Figure:
         )
     figure.update_xaxes(categoryorder="array", categoryarray=stages, tickangle=0, tickfont={"size": 9}, row=1, col=1)
     for bytes_each in (2, 4, 6):
-        figure.add_hline(
-            y=bytes_each,
-            line={"color": GREY, "dash": "dash", "width": 1},
-            annotation_text=f"{bytes_each}NV",
-            annotation_position="top right",
-        )
+        line = {"color": GREY, "dash": "dash", "width": 1}
+        figure.add_hline(y=bytes_each, line=line, annotation_text=f"{bytes_each}NV", annotation_position="top left", col=1)
+        figure.add_hline(y=bytes_each, line=line, col=2)
     figure.update_layout(barmode="group", height=460, legend={"orientation": "h", "y": -0.3})
     figure.update_yaxes(title_text="bytes per logit element", col=1)
     return figure
 
 
 def _stage(buffer: dict[str, Any]) -> str:
-    words = f"{buffer['stage']}".split()
-    half = (len(words) + 1) // 2
-    return "<br>".join([buffer["phase"], " ".join(words[:half]), " ".join(words[half:])])
+    return "<br>".join([buffer["phase"], *textwrap.wrap(buffer["stage"], 11)])
 
 
 def boundaries_figure(reports: dict[str, MemoryReport]) -> go.Figure:

@@ -175,14 +175,17 @@ def peaks_table(reports: Iterable[MemoryReport]) -> pd.DataFrame:
             "tokens": f"{report.num_sequences} × {report.sequence_length}",
             "output_dtype": report.output_dtype,
             "GiB": report.peak_bytes / 2**30,
+            "phase": report.peak_phase,
         }
         for report in reports
     )
-    keys = [name for name in frame.columns if name not in ("output_dtype", "GiB")]
+    keys = [name for name in frame.columns if name not in ("output_dtype", "GiB", "phase")]
     dtypes = list(frame["output_dtype"].unique())
     table = frame.pivot_table("GiB", keys, "output_dtype", sort=False)[dtypes]
     table.columns = pd.Index([f"{dtype}, GiB" for dtype in dtypes])
     table["difference, GiB"] = table.iloc[:, -1] - table.iloc[:, 0]
+    phases = frame.pivot_table("phase", keys, "output_dtype", aggfunc="first", sort=False)[dtypes]
+    table["peak in"] = [" → ".join(dict.fromkeys(row)) for row in phases.to_numpy()]  # both, where it moves
     return table.round(2)
 
 
