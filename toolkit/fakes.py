@@ -82,7 +82,8 @@ class _OrdinaryValues(TorchDispatchMode):
         except DataDependentOutputException:
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
-            return {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}.get(args[0].dtype, 1)
+            # What is computed in float64 to be looked at is how far two things are apart: not at all.
+            return {torch.bool: True, torch.float32: 1.0, torch.float64: 0.0}.get(args[0].dtype, 1)
         except DynamicOutputShapeException:
             if func is not torch.ops.aten.index.Tensor:
                 raise
