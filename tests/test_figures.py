@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import toolkit as tk
-from toolkit import figures
+from toolkit import figures, memory_figures
 from toolkit.ledger import CATEGORIES
 from toolkit.memory import MemoryReport
 from toolkit.records import format_bytes
@@ -54,22 +54,49 @@ def test_the_memory_figure_stacks_to_the_peak_and_marks_it(reports: dict[str, Me
 
 
 def test_the_comparison_says_the_difference(reports: dict[str, MemoryReport]) -> None:
-    figure = figures.memory_comparison_figure(reports)
+    figure = memory_figures.memory_comparison_figure(reports)
     change = reports["bfloat16"].peak_bytes - reports["float32"].peak_bytes
     assert figure.layout.title.text.startswith("bfloat16 against float32: peak ")
     assert format_bytes(change) in figure.layout.title.text
+    for categories, phases, report in zip(figure.data[::2], figure.data[1::2], reports.values(), strict=True):
+        assert np.sum(categories.y) * 2**20 == pytest.approx(report.peak_bytes)
+        assert list(phases.y * 2**20) == pytest.approx(list(report.phase_peaks.values()))
+    narrow, wide = reports["bfloat16"].phase_peaks, reports["float32"].phase_peaks
+    written = {annotation.text for annotation in figure.layout.annotations}
+    assert f"{(narrow['forward'] - wide['forward']) / 2**20:+.2f} MiB" in written
+
+
+def test_a_report_compares_itself_and_names_what_differs(reports: dict[str, MemoryReport]) -> None:
+    figure = reports["float32"].compare(reports["bfloat16"])
+    assert figure.layout.title.text.startswith("output_dtype=bfloat16 against output_dtype=float32: peak ")
+    same = reports["float32"].compare(reports["float32"])
+    assert "(second) against output_dtype=float32 (first): peak +0 B" in same.layout.title.text
+
+
+def test_the_boundary_figure_counts_what_is_retained(reports: dict[str, MemoryReport]) -> None:
+    figure = memory_figures.boundaries_figure(reports)
+    assert "float32 1 (" in figure.layout.title.text
+    assert "bfloat16 " in figure.layout.title.text
     for trace, report in zip(figure.data, reports.values(), strict=True):
-        assert np.sum(trace.y) * 2**20 == pytest.approx(report.peak_bytes)
+        kept = sum(y for y, opacity in zip(trace.y, trace.marker.opacity, strict=True) if opacity == 1.0)
+        assert kept * 2**20 == pytest.approx(report.boundary_bytes)
+        assert trace.customdata[0][0] == str(report.boundaries[0]["shape"])
+
+
+def test_large_reports_are_drawn_in_gib() -> None:
+    assert memory_figures.unit_of(2**30) == ("GiB", 2**30)
+    assert memory_figures.unit_of(2**30 - 1) == ("MiB", 2**20)
 
 
 def test_the_logit_figure_shows_each_buffer_in_bytes_per_logit(reports: dict[str, MemoryReport]) -> None:
-    figure = figures.logits_figure(reports)
-    for trace, report in zip(figure.data, reports.values(), strict=True):
+    figure = memory_figures.logits_figure(reports)
+    for trace, alive_trace, report in zip(figure.data[::2], figure.data[1::2], reports.values(), strict=True):
+        assert max(alive_trace.y) * report.logit_elements == pytest.approx(report.logit_peak_bytes)
         assert list(trace.y) == pytest.approx([b["bytes"] / report.logit_elements for b in report.logit_buffers])
         alive = sum(y for y, opacity in zip(trace.y, trace.marker.opacity, strict=True) if opacity == 1.0)
         assert alive * report.logit_elements == pytest.approx(report.logit_peak_bytes)
         assert f"{alive:.1f} B" in figure.layout.title.text
-    heads = {name: trace.y[0] for name, trace in zip(reports, figure.data, strict=True)}
+    heads = {name: trace.y[0] for name, trace in zip(reports, figure.data[::2], strict=True)}
     assert heads == {"float32": 2.0, "bfloat16": 2.0}  # a bfloat16 head in both; the float32 output is a copy of it
 
 

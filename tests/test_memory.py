@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import toolkit as tk
 from toolkit.ledger import CATEGORIES
-from toolkit.memory import MemoryReport, _made_up, _put_back, _train
+from toolkit.memory import MemoryReport, _put_back, made_up, train
 from toolkit.policy import Policy
 from toolkit.spec import GRPOConfig
 
@@ -22,12 +23,12 @@ SHAPE = (16, 65)  # sequences, tokens; large enough for the operations' own scra
 
 def allocator_peak(policy: Policy, config: GRPOConfig, shape: tuple[int, int]) -> int:
     """Most bytes of the step above what was there before, by the profiler's own log of the CPU allocator."""
-    training = _made_up(policy, config, *shape)
+    training = made_up(policy, config, *shape)
     with _put_back(policy):
-        _train(policy, config, training, 0)
+        train(policy, config, training, 0)
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-            _train(policy, config, training, 0)
+            train(policy, config, training, 0)
     live = peak = 0
     events = [
         (event.start_time_ns, event.extra_fields.alloc_size)
@@ -50,16 +51,19 @@ def _flatten(events: list[Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "tensor_parallel_size"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "mode",
     [{}, {"logprob_mode": "chunked", "logprob_chunk_size": 16}, {"logprob_mode": "linear"}],
     ids=["whole", "chunked", "linear"],
 )
-def test_the_peak_agrees_with_the_allocators_own_log(ranks: int, dtype: str, mode: dict[str, Any]) -> None:
+def test_the_peak_agrees_with_the_allocators_own_log(
+    ranks: int, tensor_parallel_size: int, dtype: str, mode: dict[str, Any]
+) -> None:
     """Within 1 %; 2 % at two ranks, where gloo clones its input outside of any operation the ledger sees."""
-    with tk.launch(model=tk.tiny_policy(), ranks=ranks, output_dtype=dtype, **mode) as session:
+    sizes = {"tensor_parallel_size": tensor_parallel_size}
+    with tk.launch(model=tk.tiny_policy(), ranks=ranks, output_dtype=dtype, **sizes, **mode) as session:
         truth = session.run(allocator_peak, session.config, SHAPE)
         report = session.memory(num_sequences=SHAPE[0], sequence_length=SHAPE[1])
         there_before = report.categories["parameters"] + report.categories["optimizer"] + report.categories["inputs"]
@@ -284,6 +288,33 @@ def test_the_worst_rank_is_reported(two_ranks: tk.Session) -> None:
     assert report.peak_bytes == max(report.per_rank_peak_bytes)
     assert len(report.per_rank_peak_bytes) == 2
     assert report.per_rank_peak_bytes[report.rank] == report.peak_bytes
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocators_peak_is_beside_the_ledgers(tmp_path: Path) -> None:
+    """The allocator rounds up and sees kernels' scratch: what the ledger does not explain is little, and not negative."""
+    import pickle
+
+    path = tmp_path / "step.pickle"
+    with tk.launch(model=tk.tiny_policy(), device="cuda") as session:
+        report = session.memory(num_sequences=SHAPE[0], sequence_length=SHAPE[1], snapshot=path)
+    assert report.source == "cuda"
+    assert report.allocator_peak_bytes is not None
+    assert report.unexplained_bytes == report.allocator_peak_bytes - report.peak_bytes
+    assert 0 <= report.summary["unexplained_bytes"] < 0.2 * report.peak_bytes + 64 * 2**20  # cuBLAS' workspace
+    snapshot = pickle.loads(path.read_bytes())
+    assert {"segments", "device_traces"} <= set(snapshot)
+    assert any(snapshot["device_traces"])
+
+
+def test_a_cpu_has_no_allocators_count_and_no_snapshot(one_rank: tk.Session, tmp_path: Path) -> None:
+    report = one_rank.memory(num_sequences=2, sequence_length=9)
+    assert report.allocator_peak_bytes is None
+    assert report.unexplained_bytes is None
+    assert "allocator_peak_bytes" not in report.summary
+    with pytest.raises(tk.SpecError, match="runs on CPU ranks"):
+        one_rank.memory(snapshot=tmp_path / "step.pickle")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

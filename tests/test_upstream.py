@@ -107,3 +107,40 @@ def test_queries_and_keys_norms_need_the_call_that_automodel_leaves_to_the_train
         found = session.run(without)[0]
     name = "model.layers.0.self_attn.q_norm.weight"
     assert float((found[name] - exact[name]).norm() / exact[name].norm()) > 0.1
+
+
+def test_the_names_that_fakes_and_the_watch_of_shapes_use_exist() -> None:
+    """What only shows under fake tensors is compared with real steps in test_memory_predict.py."""
+    import transformers.masking_utils
+    from torch._subclasses import fake_tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    assert callable(ShardingPropagator._propagate_tensor_meta_non_cached)
+    assert "elem" in AsyncCollectiveTensor.__slots__
+    assert isinstance(fake_tensor.CONSTANT_NUMEL_LIMIT, int)
+    assert callable(transformers.masking_utils.is_tracing)
+
+
+def test_a_fake_tensor_still_passes_for_a_trace_in_transformers() -> None:
+    """Why fakes.py answers for it. If this fails, the replacement may go."""
+    import transformers.masking_utils
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from toolkit.fakes import fake_tensors
+
+    with FakeTensorMode():
+        assert transformers.masking_utils.is_tracing(torch.ones(2))
+    with fake_tensors():
+        assert not transformers.masking_utils.is_tracing(torch.ones(2))
+    assert transformers.masking_utils.is_tracing(FakeTensorMode().from_tensor(torch.ones(2)))
+
+
+def test_values_that_are_not_there_are_those_of_an_ordinary_step() -> None:
+    from toolkit.fakes import fake_tensors
+
+    with fake_tensors():
+        values = torch.rand(3, 4)
+        assert bool((values == 1).all())
+        assert values[values > 0.5].shape == (12,)
+        assert torch.tensor([5, 7]).tolist() == [5, 7]

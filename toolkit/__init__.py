@@ -5,7 +5,8 @@ data; a module imports only from those before it:
 
     checks, grpo_config -> spec -> layout -> ranks -> engines, attach -> cluster -> fsdp -> prompts -> policy -> build
          -> rollouts -> rewards -> advantages -> collect -> logprobs -> losses -> reference, gradients -> step -> checkpoint
-    instruments read along the way: fsdp_watch -> ledger -> memory, mismatch -> cause -> divergence -> tradeoffs
+    instruments read along the way: fsdp_watch -> ledger -> memory_report -> memory_cuda -> memory,
+         fakes -> memory_predict, mismatch -> cause -> divergence -> tradeoffs, self_check
     surface on top: worker -> live -> session -> recipes -> launching -> figures -> widgets -> magics -> notebook
 
 Importing `toolkit` imports neither torch nor transformers; the first `launch` does.
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from toolkit.linear_head import linear_logprobs as linear_logprobs
     from toolkit.logprobs import token_logprobs as token_logprobs
     from toolkit.memory import MemoryReport as MemoryReport
+    from toolkit.memory_predict import predict_memory as predict_memory
     from toolkit.models import smollm2 as smollm2
     from toolkit.models import tiny_policy as tiny_policy
     from toolkit.prompts import Task as Task
@@ -59,6 +61,7 @@ _HOMES = {
     "launch": "launching",
     "linear_logprobs": "linear_head",
     "load_recipe": "recipes",
+    "predict_memory": "memory_predict",
     "resume": "launching",
     "smollm2": "models",
     "tiny_policy": "models",

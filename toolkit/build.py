@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from nemo_automodel import NeMoAutoModelForCausalLM
+from nemo_automodel.components.distributed.config import DistributedSetup
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -38,9 +39,9 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     torch.manual_seed(spec.seed)
     setup = fsdp.build_setup(spec, dist.get_world_size())
-    with _quiet_transformers(), _named_failure(spec):
+    with _quiet_transformers(), named_failure(spec):
         tokenizer = _load_tokenizer(str(spec.model))
-        config = _config_without_dropout(str(spec.model))
+        config = without_dropout(AutoConfig.from_pretrained(str(spec.model)))
         progress(1)
         model: Any
         if device_type == "cuda" and dist.get_world_size() > 1:
@@ -59,6 +60,15 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
             )
             model = fsdp.shard(model.to(device), setup)
     progress(2)
+    policy = assemble(spec, model, tokenizer, setup, device)
+    progress(3)
+    return policy
+
+
+def assemble(
+    spec: PolicySpec, model: Any, tokenizer: PreTrainedTokenizerBase, setup: DistributedSetup, device: torch.device
+) -> Policy:
+    """Make a sharded model the policy: Hugging Face's checkpointing, live dtypes, checks, optimizer, a first forward."""
     if spec.activation_checkpointing == "hf":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lm_head_precision == "float32":
@@ -66,26 +76,26 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
     fsdp.apply_spec(model, spec)
     fsdp.check_units(model, spec)
     check_output_dtype(spec, head_in_root=fsdp.head_name(model) is None)
+    groups = [{"params": group} for group in by_mesh(model.parameters())]
     policy = Policy(
         spec=spec,
         model=model,
         tokenizer=_with_pad_token(tokenizer),
         mesh=setup.mesh_context.device_mesh,
         device=device,
-        optimizer=torch.optim.AdamW([{"params": group} for group in by_mesh(model.parameters())], lr=0.0),
+        # torch would choose foreach on GPUs only; its temporaries should be the same on a CPU that stands in for one.
+        optimizer=torch.optim.AdamW(groups, lr=0.0, foreach=True),
         eos_ids=_eos_ids(model, tokenizer),
     )
     probe(policy)
-    progress(3)
     return policy
 
 
-def _config_without_dropout(model: str) -> Any:
+def without_dropout(config: Any) -> Any:
     """The model's config with every dropout at 0, of whole layers (`layerdrop`) and router jitter too.
 
     A second forward of the same tokens must give the same logprobs.
     """
-    config = AutoConfig.from_pretrained(model)
     for name, value in _dropout_fields(config).items():
         setattr(config, name, value)
     return config
@@ -97,7 +107,7 @@ def _dropout_fields(config: Any) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _named_failure(spec: PolicySpec) -> Iterator[None]:
+def named_failure(spec: PolicySpec) -> Iterator[None]:
     """Say which model could not be loaded; the libraries' own messages often don't."""
     try:
         yield

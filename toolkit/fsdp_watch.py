@@ -12,18 +12,32 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+# Private by its module's name: what a tensor-parallel collective returns.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
 # Private: FSDP2 offers no events, and its hooks are bound before anyone could wrap them.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+
+# Private: DTensor finds the global shape of a result by running the operation on fake tensors of global shapes.
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from toolkit.fsdp import state_of, unit_modules
+
+
+def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind a wrapper: both kinds have a storage of their own, of the full size and with no memory behind it."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor  # to_local() would record an autograd node
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 class Observer(Protocol):
     """What `watch` tells about a forward and backward."""
 
     def tag(self, context: str) -> contextlib.AbstractContextManager[None]:
-        """Allocations inside belong to `context`: "unshard" or "reduce"."""
+        """Allocations inside belong to `context`: "unshard" or "reduce"; inside "shapes" nothing is allocated at all."""
 
     def unit_output(self, unit: str, tensors: list[torch.Tensor]) -> None:
         """A unit's forward ended with these tensors, already in its output dtype."""
@@ -97,6 +111,7 @@ def watch(model: nn.Module, observer: Observer) -> Iterator[None]:
             (FSDPState, "_cast_output_dtype", watch_output),
             (FSDPState, "_pre_backward", watch_pre_backward),
             (torch.UntypedStorage, "resize_", watch_resize),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", tagged("shapes")),
         ):
             stack.enter_context(_patched(owner, name, wrap))
         yield

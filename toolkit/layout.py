@@ -58,19 +58,37 @@ def model_facts(model: str | Path) -> ModelFacts:
         SpecError: the model is not a causal language model.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"model={str(model)!r}: the folder has no config.json, so it holds no Hugging Face model."
-            )
-        if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-            raise FileNotFoundError(f"model={str(model)!r}: the folder has a config.json but no weights (*.safetensors).")
-        try:
-            config = json.loads((folder / "config.json").read_text())
-        except json.JSONDecodeError as error:
-            raise SpecError(f"model={str(model)!r}: its config.json is not valid JSON ({error}).") from None
-    else:
-        config = _hub_config(str(model), folder)
+    config = read_config(model)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise FileNotFoundError(f"model={str(model)!r}: the folder has a config.json but no weights (*.safetensors).")
+    return facts_of(model, config)
+
+
+def read_config(model: str | Path) -> dict[str, Any]:
+    """The config of a model in a local folder or on the hub.
+
+    Raises:
+        FileNotFoundError: no such folder, or no config.json in it.
+        SpecError: it is not valid JSON.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return _hub_config(str(model), folder)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"model={str(model)!r}: the folder has no config.json, so it holds no Hugging Face model.")
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except json.JSONDecodeError as error:
+        raise SpecError(f"model={str(model)!r}: its config.json is not valid JSON ({error}).") from None
+    return config
+
+
+def facts_of(model: str | Path, config: Mapping[str, Any]) -> ModelFacts:
+    """The facts in a config.
+
+    Raises:
+        SpecError: the model is not a causal language model.
+    """
     architectures = config.get("architectures") or []
     causal = [name for name in architectures if name.endswith(("ForCausalLM", "LMHeadModel"))]
     if not causal:

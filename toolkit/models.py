@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 from pathlib import Path
@@ -23,6 +24,11 @@ def data_folder() -> Path:
 def tiny_policy() -> Path:
     """Folder of the tiny policy: a 1 M parameter Qwen3 that can half do two-digit sums (data/tiny_policy/README.md)."""
     return data_folder() / "tiny_policy"
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+    """Hugging Face configs of well-known models by name; shapes only, enough to predict memory."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((data_folder() / "model_configs").glob("*.json"))}
 
 
 def smollm2() -> Path:

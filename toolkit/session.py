@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.checks import check_temperature
@@ -185,6 +187,7 @@ class Session(LivePolicy):
         output_dtype: str | None = None,
         num_sequences: int | None = None,
         sequence_length: int | None = None,
+        snapshot: str | os.PathLike[str] | None = None,
     ) -> MemoryReport:
         """Run one training step under the memory ledger and put the weights back.
 
@@ -192,9 +195,16 @@ class Session(LivePolicy):
             output_dtype: measure with this one; the session keeps its own. None takes the session's.
             num_sequences, sequence_length: measure made-up tokens of this size on each rank (give both); None samples the
                 next step's.
+            snapshot: on GPUs, a file for PyTorch's memory visualizer (pytorch.org/memory_viz): every allocation of the step
+                and its stack. Several ranks write one each, named by rank.
+
+        Raises:
+            SpecError: half a size is given, one that cannot be, or a snapshot without a GPU.
         """
         from toolkit.memory import measure
 
+        if snapshot is not None and self._device != "cuda":
+            raise SpecError("snapshot is CUDA's allocator's log, and this session runs on CPU ranks: leave it out.")
         if (num_sequences is None) != (sequence_length is None):
             raise SpecError("give num_sequences and sequence_length together, or neither to measure the next step's tokens.")
         shape = None
@@ -206,6 +216,7 @@ class Session(LivePolicy):
         task, step = self._task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
         settings: dict[str, Any] = {"step": step, "output_dtype": output_dtype, "shape": shape}
+        settings["snapshot"] = None if snapshot is None else Path(snapshot).expanduser().absolute()
         reports: list[MemoryReport] = self.run(measure, self._config, problems, task.reward, **settings)
         return max(reports, key=lambda report: report.peak_bytes)
 
