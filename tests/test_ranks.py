@@ -256,6 +256,41 @@ def test_ctrl_c_stops_at_the_next_boundary_and_keeps_the_gang(engine: Any) -> No
     "`RanksLost`, naming the busy ranks",
     "the notebook; `session.restart()`",
 )
+def test_a_request_to_stop_reaches_the_call_it_was_for_and_no_other(gang: LocalRanks) -> None:
+    def until_stopped() -> int:
+        for _ in range(400):
+            if stop_requested():
+                return 1
+            time.sleep(0.05)
+        return 0
+
+    assert gang.call(stop_requested) == [False, False]
+    gang._ask_to_stop(gang._num_calls + 1)  # overtakes the call it is for
+    time.sleep(0.3)
+    assert gang.call(until_stopped) == [1, 1]
+    gang._ask_to_stop(gang._num_calls)  # comes after its end
+    time.sleep(0.3)
+    assert gang.call(stop_requested) == [False, False]
+    with pytest.raises(ZeroDivisionError):
+        gang.call(lambda: 1 / 0)
+    gang._ask_to_stop(gang._num_calls + 1)  # a call that failed counted too
+    assert gang.call(until_stopped) == [1, 1]
+
+
+def test_a_late_ctrl_c_outlives_the_save_after_the_step(tmp_path: Path) -> None:
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        session._ranks.interrupted_late = True  # as if it came after the step's last boundary
+        return float(len(completion))
+
+    task = tk.Task("mine", [("1+1=", "2"), ("2+2=", "4")], reward=reward)
+    fields = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 2}
+    with tk.launch(model=tk.tiny_policy(), task=task, checkpoint_dir=tmp_path / "auto", **fields) as session:
+        with pytest.raises(KeyboardInterrupt, match="stopped after 1 of 9 steps"):
+            session.grpo_step(9)
+        assert len(session.history) == 1
+        assert "saved after step 1; no step was lost" in session.restart()
+
+
 def test_a_second_ctrl_c_kills_ranks_that_do_not_listen() -> None:
     ranks = LocalRanks(2)
     interrupt_later(0.5)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from toolkit import fsdp
+from toolkit.attention import attention_name
 from toolkit.errors import SpecError
 from toolkit.layout import check_output_dtype
 from toolkit.policy import Policy, by_mesh, probe
@@ -51,12 +52,15 @@ def build(spec: PolicySpec, device_type: str) -> Policy:
                 distributed_setup=setup,
                 force_hf=True,  # AutoModel's own classes have no KV cache, so could not sample
                 use_liger_kernel=False,
-                attn_implementation=spec.attn_implementation or "sdpa",
+                attn_implementation=attention_name(spec.attn_implementation, device_type),
                 **_dropout_fields(config),
             )
         else:
             model = AutoModelForCausalLM.from_pretrained(
-                spec.model, config=config, dtype=torch.float32, attn_implementation=spec.attn_implementation or "sdpa"
+                spec.model,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=attention_name(spec.attn_implementation, device_type),
             )
             model = fsdp.shard(model.to(device), setup)
     progress(2)

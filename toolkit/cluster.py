@@ -158,9 +158,9 @@ class ClusterRanks(Ranks):
         # One copy out of Ray's shared memory: its own views are read-only, and hold the object store while they live.
         return pickle.loads(payload, buffers=[bytearray(buffer) for buffer in buffers])
 
-    def _ask_to_stop(self) -> None:
+    def _ask_to_stop(self, call: int) -> None:
         for actor in self._held.actors:
-            actor.ask_to_stop.options(concurrency_group="control").remote()
+            actor.ask_to_stop.options(concurrency_group="control").remote(call)
 
     def _kill(self) -> None:
         _remove(self._held)
@@ -245,9 +245,9 @@ class _Rank:
             if messages[-1][0] in ("ok", "err"):
                 return
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, call: int) -> None:
         """Called in a concurrency group of its own, so beside a running call."""
-        set_stop()
+        set_stop(call)
 
 
 def _pack(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:

@@ -46,14 +46,17 @@ class KernelRanks(Ranks):
         """See `Ranks.call`; everything happens in this process, so nothing is pickled."""
         with self._lock:
             self.raise_if_lost()
-            with Bars() as bars, count_interrupts(on_first=set_stop) as interrupts:
+            with (
+                Bars() as bars,
+                emitting_to(lambda message: bars.update(*message[1:])),
+                count_interrupts(on_first=set_stop) as interrupts,
+            ):
                 try:
-                    with emitting_to(lambda message: bars.update(*message[1:])):
-                        result = fn(*args)
+                    result = fn(*args)
                 except Exception as error:
                     error.rank = 0  # type: ignore[attr-defined]
                     raise
-        self.interrupted_late = interrupts.count > 0
+        self.interrupted_late |= interrupts.count > 0
         return [result]
 
     def connect(self, device: str) -> None:
@@ -139,10 +142,10 @@ class LocalRanks(Ranks):
         name = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         return ("dead", name)
 
-    def _ask_to_stop(self) -> None:
+    def _ask_to_stop(self, call: int) -> None:
         for control in self._control:
             with contextlib.suppress(OSError):
-                control.send_bytes(b"stop")
+                control.send_bytes(str(call).encode())
 
     def _kill(self) -> None:
         self._finalizer()
@@ -208,10 +211,10 @@ def _rank_main(rank: int, messages: Connection, control: Connection, env: dict[s
         with contextlib.suppress(OSError):
             while control.poll(None):
                 try:
-                    control.recv_bytes()
+                    call = int(control.recv_bytes())
                 except EOFError:
                     break
-                set_stop()
+                set_stop(call)
         os.kill(os.getpid(), signal.SIGKILL)  # the kernel is gone, and so is everyone this rank could answer
 
     threading.Thread(target=watch, daemon=True).start()

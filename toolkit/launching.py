@@ -156,6 +156,7 @@ def _start(
                 for note in gpu_notes(ranks.call(worker.gpu)):
                     warnings.warn(note, stacklevel=2)
             ranks.call(worker.start, key, spec, device, keeps_reference)
+            ranks.raise_late_interrupt()
         except BaseException:
             ranks.close()
             raise

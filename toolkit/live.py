@@ -125,6 +125,7 @@ class LivePolicy:
         self._spec = spec
         for listener in list(self._listeners):
             listener(spec)
+        self._ranks.raise_late_interrupt()
 
     def _apply_pending(self) -> None:
         while self._pending:
@@ -151,7 +152,11 @@ class LivePolicy:
         Raises:
             SpecError: the folder exists and holds something else.
         """
-        folder = Path(folder).expanduser().absolute()
+        saved = self._save(Path(folder).expanduser().absolute())
+        self._ranks.raise_late_interrupt()
+        return saved
+
+    def _save(self, folder: Path) -> Path:
         if folder.exists() and any(folder.iterdir()) and not (folder / SESSION_FILE).is_file():
             raise SpecError(f"save({str(folder)!r}): the folder holds something that is no saved session; take another one.")
         partial = folder.with_name(f".{folder.name}.partial")
@@ -161,7 +166,6 @@ class LivePolicy:
         (partial / SESSION_FILE).write_text(json.dumps(self._described(), indent=1))
         _replace(partial, folder)
         self._saved = folder
-        self._ranks.raise_late_interrupt()
         return folder
 
     def to_recipe(self) -> Recipe:
@@ -201,7 +205,7 @@ class LivePolicy:
 
     def _save_if_due(self) -> None:
         if self._autosave is not None and len(self._records) % self._autosave[1] == 0:
-            self.save(self._autosave[0])
+            self._save(self._autosave[0])
 
     def restart(self) -> str:
         """Bring the ranks back, with the weights, moments and history of the last save (the model's own, if there is none).

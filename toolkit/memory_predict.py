@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.attention import attention_name
 from toolkit.engines import LocalRanks
 from toolkit.errors import SpecError
 from toolkit.layout import ModelFacts, check_layout, check_length, facts_of, read_config
@@ -237,7 +238,7 @@ def _build(spec: PolicySpec, config: dict[str, Any], setup: Any) -> Policy:
     from toolkit.build import assemble, named_failure, without_dropout
     from toolkit.ranks import report_progress, stop_requested
 
-    attention = spec.attn_implementation or "sdpa"
+    attention = attention_name(spec.attn_implementation, "cpu")
     with named_failure(spec):
         settings = without_dropout(AutoConfig.for_model(**config))
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)

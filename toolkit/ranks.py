@@ -36,20 +36,24 @@ from toolkit.sources import functions_in, show_source, source_of
 # "ok": packed result.  "err": pickled exception or None, traceback text.  "dead": why (made up by the engine).
 Message = tuple[Any, ...]
 
-_stop = threading.Event()
+# Calls on this rank are numbered as they begin, and a request to stop names the call it is for: sent in time, it may arrive
+# before the call does, or after its end.
+_current = 0
+_stop_at: int | None = None
 _emit: Callable[[Message], None] | None = None
 
 
-def set_stop() -> None:
-    """Ask what runs on this rank to stop at its next boundary."""
-    _stop.set()
+def set_stop(call: int | None = None) -> None:
+    """Ask a call on this rank to stop at its next boundary: the `call`-th of all, or None for the one that runs."""
+    global _stop_at
+    _stop_at = _current if call is None else call
 
 
 @contextlib.contextmanager
 def emitting_to(emit: Callable[[Message], None]) -> Iterator[None]:
-    """Run a call on this rank: its messages go to `emit`, and no request to stop is pending yet."""
-    global _emit
-    _stop.clear()
+    """Run a call on this rank: its messages go to `emit`."""
+    global _emit, _current
+    _current += 1
     _emit = emit
     try:
         yield
@@ -59,7 +63,7 @@ def emitting_to(emit: Callable[[Message], None]) -> Iterator[None]:
 
 def stop_requested() -> bool:
     """Whether Ctrl-C was pressed during this call. Long loops on a rank ask at boundaries where stopping is safe."""
-    return _stop.is_set()
+    return _stop_at == _current
 
 
 def report_progress(description: str, done: int, total: int) -> None:
@@ -89,11 +93,11 @@ def _pack(value: Any) -> bytes:
 def execute(blob: bytes, emit: Callable[[Message], None], pack: Callable[[Any], Any] = _pack) -> None:
     """Run one call on this rank and emit its answer, whatever happens. `pack` is undone by the engine's `_unpack`."""
     try:
-        fn, args, sources = pickle.loads(blob)
-        for function, source in zip(functions_in((fn, args)), sources, strict=True):
-            show_source(function, source)
         out, err = _Stream(emit, "stdout"), _Stream(emit, "stderr")
         with emitting_to(emit), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            fn, args, sources = pickle.loads(blob)
+            for function, source in zip(functions_in((fn, args)), sources, strict=True):
+                show_source(function, source)
             answer: Message = ("ok", pack(fn(*args)))
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: the rank must outlive what it runs
         text = "".join(traceback.format_exception(type(error), error, _skip(error.__traceback__)))
@@ -132,6 +136,7 @@ class Ranks:
         #: Ctrl-C came when the work of the last call was already done.
         self.interrupted_late = False
         self._lock = threading.RLock()
+        self._num_calls = 0
 
     # An engine supplies these, and its own `_unpack` if its ranks pack results otherwise.
     def _send(self, rank: int, blob: bytes) -> None:
@@ -140,7 +145,7 @@ class Ranks:
     def _next(self, pending: set[int], timeout: float) -> tuple[int, Message] | None:
         raise NotImplementedError
 
-    def _ask_to_stop(self) -> None:
+    def _ask_to_stop(self, call: int) -> None:
         raise NotImplementedError
 
     def _kill(self) -> None:
@@ -200,7 +205,7 @@ class Ranks:
             raise KeyboardInterrupt("stopped at a boundary; what was under way was dropped, and nothing is half done")
         if errors:
             raise _first_error(errors)
-        self.interrupted_late = interrupts.count > 0
+        self.interrupted_late |= interrupts.count > 0
         return [ok[r] for r in range(self.n)]
 
     def raise_late_interrupt(self) -> None:
@@ -214,6 +219,7 @@ class Ranks:
         errors: dict[int, Message] = {}
         pending = set(range(self.n))
         deadline, seen = float("inf"), 0
+        self._num_calls += 1
         for rank in range(self.n):
             self._send(rank, blob)
         while pending:
@@ -223,7 +229,7 @@ class Ranks:
                     self._abort(f"Ctrl-C was pressed twice while rank {_list(pending)} was busy", errors)
                 sys.stderr.write("interrupt: waiting for the ranks' next boundary (again: kill them)\n")
                 deadline = time.monotonic() + self.interrupt_grace_seconds
-                self._ask_to_stop()
+                self._ask_to_stop(self._num_calls)
             if time.monotonic() > deadline:
                 self._abort(f"rank {_list(pending)} did not return after {'Ctrl-C' if seen else 'a failure'}", errors)
             item = self._next(pending, 0.1)
