@@ -16,7 +16,7 @@ from toolkit.memory_predict import predict_settings
 from toolkit.memory_report import peaks_table
 from toolkit.models import known_models
 
-B, T = 4, 130  # sequences of each rank, tokens of each: long enough for the fused attention kernel (attention.py)
+B, T = 8, 65  # sequences of each rank, tokens of each
 DTYPES = ("float32", "bfloat16", "float16")
 MODES: tuple[dict[str, Any], ...] = (
     {"logprob_mode": "materialized", "logprob_chunk_size": None},
@@ -311,12 +311,3 @@ def test_a_model_that_fails_while_it_is_built_raises_and_leaves_no_process(tmp_p
     with pytest.raises(tk.SpecError, match="cannot be loaded.*nonsense"):
         tk.predict_memory(config_folder(tmp_path, hidden_act="nonsense"), ranks=1, sequence_length=8)
     assert set(multiprocessing.active_children()) == children
-
-
-def test_short_sequences_are_predicted_to_half_a_percent() -> None:
-    """Below 128 tokens CPUs take the unfused attention, whose saved tensors fake kernels count a few bytes differently."""
-    with tk.launch(model=tk.tiny_policy()) as session:
-        measured = session.memory(num_sequences=8, sequence_length=65)
-    predicted = tk.predict_memory(tk.tiny_policy(), ranks=1, sequence_length=65, micro_batch_size=8, device="cpu")
-    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
-    assert sum(predicted.saved_by_dtype.values()) == pytest.approx(sum(measured.saved_by_dtype.values()), rel=0.005)
