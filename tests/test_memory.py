@@ -63,7 +63,7 @@ def test_the_peak_agrees_with_the_allocators_own_log(
 ) -> None:
     """Within 1 %; 2 % at two ranks, where gloo clones its input outside of any operation the ledger sees.
 
-    Under tensor parallelism gloo does so for every layer's hidden tensor and frees it when its threads get to it: up to four of
+    Under tensor parallelism gloo does so for every hidden tensor and frees it when its threads get to it: up to four of
     them at once, 4 % at this size, always more than the ledger says.
     """
     sizes = {"tensor_parallel_size": tensor_parallel_size}
