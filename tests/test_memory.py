@@ -61,14 +61,19 @@ def _flatten(events: list[Any]) -> list[Any]:
 def test_the_peak_agrees_with_the_allocators_own_log(
     ranks: int, tensor_parallel_size: int, dtype: str, mode: dict[str, Any]
 ) -> None:
-    """Within 1 %; 2 % at two ranks, where gloo clones its input outside of any operation the ledger sees."""
+    """Within 1 %; 2 % at two ranks, where gloo clones its input outside of any operation the ledger sees.
+
+    Under tensor parallelism gloo does so for every hidden tensor and frees it when its threads get to it: up to four of
+    them at once, 4 % at this size, always more than the ledger says.
+    """
     sizes = {"tensor_parallel_size": tensor_parallel_size}
     with tk.launch(model=tk.tiny_policy(), ranks=ranks, output_dtype=dtype, **sizes, **mode) as session:
         truth = session.run(allocator_peak, session.config, SHAPE)
         report = session.memory(num_sequences=SHAPE[0], sequence_length=SHAPE[1])
         there_before = report.categories["parameters"] + report.categories["optimizer"] + report.categories["inputs"]
         found = report.peak_bytes - there_before
-    assert found == pytest.approx(max(truth), rel=0.01 if ranks == 1 else 0.02)
+    bound = 0.05 if tensor_parallel_size > 1 else 0.02 if ranks > 1 else 0.01
+    assert found == pytest.approx(max(truth), rel=bound)
 
 
 def test_categories_sum_to_the_peak_to_the_byte_and_the_timeline_holds_it(one_rank: tk.Session) -> None:
@@ -83,13 +88,13 @@ def test_categories_sum_to_the_peak_to_the_byte_and_the_timeline_holds_it(one_ra
 
 
 def test_what_is_known_beforehand_is_counted_exactly(one_rank: tk.Session) -> None:
-    report = one_rank.memory(num_sequences=4, sequence_length=33)
+    report = one_rank.memory(num_sequences=8, sequence_length=65)
     elements = int(one_rank.units().query("rank == 0")["num_parameters"].sum())
     buffers = 2 * 16 * 4  # rotary frequencies and their original: head_dim / 2 float32 each
     assert report.categories["parameters"] == 4 * elements + buffers
     steps = 4 * 47  # one float32 step counter per parameter
     assert report.categories["optimizer"] == 8 * elements + steps
-    assert report.categories["inputs"] == 4 * 33 * (3 * 8 + 4) + 4 * 4 + 4 * 32 * 4
+    assert report.categories["inputs"] == 8 * 65 * (3 * 8 + 4) + 8 * 4 + 8 * 64 * 4
     # At the peak, in backward, a layer is gathered in bfloat16, and the root, which is gathered for all of the step.
     assert report.peak_phase == "backward"
     own = one_rank.units().query("rank == 0").set_index("name")["num_parameters"]

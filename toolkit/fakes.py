@@ -6,6 +6,7 @@ silently wrong (up to 4.7 times too high):
 
 - device meshes keep their map of ranks in a real tensor: an operation on real tensors alone runs for real;
 - transformers takes a fake tensor for a trace, and then builds a mask of all pairs of tokens that it skips in a real run;
+- storages get addresses, by which AutoModel tells whether a head is tied to its embedding;
 - code that looks at values (is the mask all ones? is the norm finite?) gets the answer of an ordinary step.
 
 (The third fix, telling DTensor's shape propagation at global shapes from memory, is `fsdp_watch`'s: both kinds need it.)
@@ -52,6 +53,9 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Make every tensor created inside a fake one, and FSDP2, DTensor and transformers treat it as they would a real one."""
     with contextlib.ExitStack() as stack:
+        # AutoModel ties a head again if its address is not the embedding's; all fake ones have the address 0.
+        torch.UntypedStorage.data_ptr = _address  # type: ignore[method-assign, assignment]
+        stack.callback(delattr, torch.UntypedStorage, "data_ptr")  # uncovers the inherited one
         stack.enter_context(_replaced(transformers.masking_utils, "is_tracing", lambda tensor=None: False))
         # Small tensors made of Python numbers keep them; torch's own limit is one number, too few for lists of flags.
         stack.enter_context(_replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", 4096))
@@ -63,6 +67,11 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 #: What makes fake tensors of real ones.
 _LIFTING = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """An address of its own for every storage that has bytes."""
+    return int(storage._cdata) if storage.nbytes() else 0
 
 
 class _OrdinaryValues(TorchDispatchMode):

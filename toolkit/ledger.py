@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import toolkit.imports  # noqa: F401 (first, to keep what it imports quiet)
 from toolkit import fsdp
 from toolkit.fsdp_watch import watch, with_memory
 
