@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.divergence import DivergenceReport as DivergenceReport
+    from toolkit.edge_report import EdgeReport as EdgeReport
     from toolkit.errors import RanksLost as RanksLost
     from toolkit.errors import SessionClosed as SessionClosed
     from toolkit.errors import SpecError as SpecError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DivergenceReport": "divergence",
+    "EdgeReport": "edge_report",
     "EvaluationRecord": "records",
     "GRPOConfig": "spec",
     "MemoryReport": "memory",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from toolkit.divergence import DivergenceReport
+    from toolkit.edge_report import EdgeReport
     from toolkit.memory import MemoryReport
     from toolkit.prompts import Task
     from toolkit.records import EvaluationRecord, StepRecord, StepRecords
@@ -264,6 +265,19 @@ class Session(LivePolicy):
         problems = self._problems(self._task, self._config.num_prompts_per_step, step)
         reports: list[SelfCheckReport] = self.run(self_check, self._config, problems, rows, temperature, step)
         return reports[0]
+
+    def precision_edges(self) -> EdgeReport:
+        """Measure each known precision edge on this model, with and without its cure, on completions sampled for it.
+
+        Losses on raw outputs (preference, reward order, value), the temperature before the upcast and its own rounding, a
+        float32 head under a 16-bit root, the range of float16. An edge that this model or session cannot show is listed
+        with the reason.
+        """
+        from toolkit.edges import measure_edges
+
+        step = len(self._records)
+        problems = self._problems(self._task, self._config.num_prompts_per_step, step)
+        return cast("EdgeReport", self.run(measure_edges, self._config, problems, step)[0])
 
     def tradeoffs(self, dtypes: Iterable[str] = ("float32", "bfloat16", "float16")) -> TradeoffReport:
         """Measure memory under each output dtype and its divergence from the first; ends in a verdict in words."""
