@@ -18,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.divergence import DivergenceReport as DivergenceReport
+    from toolkit.divergence_report import DivergenceReport as DivergenceReport
     from toolkit.edge_report import EdgeReport as EdgeReport
     from toolkit.errors import RanksLost as RanksLost
     from toolkit.errors import SessionClosed as SessionClosed
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from toolkit.widgets import dtype_picker as dtype_picker
 
 _HOMES = {
-    "DivergenceReport": "divergence",
+    "DivergenceReport": "divergence_report",
     "EdgeReport": "edge_report",
     "EvaluationRecord": "records",
     "GRPOConfig": "spec",

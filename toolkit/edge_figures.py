@@ -30,7 +30,8 @@ def edges_figure(report: EdgeReport) -> go.Figure:
         subplot_titles=("Largest error of each edge", "Dividing by T before the upcast"),
     )
     figure.update_layout(
-        template=template(), title_text=f"{len(report.biting)} of {len(worst)} precision edges bite here{missing}", height=480,
+        template=template(), height=480,
+        title_text=f"{len(report.biting)} of {len(worst)} precision edges bite here{missing}",
         margin={"l": 210, "b": 110}, legend={"orientation": "h", "x": -0.2, "y": -0.22},
     )  # fmt: skip
     for annotation in figure.layout.annotations:

@@ -2,7 +2,7 @@
 
 Shapes: _N scored tokens, _H hidden, _V vocabulary.
 
-A causal model has no reward head, so the losses on raw outputs take its logit of one token (the end of sequence) for a score.
+A causal model has no reward head, so the losses on raw outputs take its logit of one token (end of sequence) for a score.
 """
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ from toolkit import fsdp
 from toolkit.edge_report import Edge, EdgeReport, unmeasured
 from toolkit.edge_rows import NAMES, HeadRows, head_edges, raw_loss_edges, temperature_edges
 from toolkit.errors import SpecError
+from toolkit.logprobs import forward_logprobs
 from toolkit.policy import Policy, check_finite
 from toolkit.prompts import Batch
 from toolkit.spec import DTYPES, GRPOConfig
-from toolkit.step import forward_logprobs, sample_step
+from toolkit.step import sample_step
 
 #: Scored tokens whose logits are looked at, over all ranks: in float64, rows of a large vocabulary are megabytes each.
 MAX_ROWS = 64

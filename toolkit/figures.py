@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -16,7 +15,6 @@ from plotly.subplots import make_subplots
 from toolkit.mismatch import THRESHOLDS
 
 if TYPE_CHECKING:
-    from toolkit.divergence import DivergenceReport
     from toolkit.records import EvaluationRecord
     from toolkit.tradeoffs import TradeoffReport
 
@@ -58,76 +56,6 @@ def new_figure(title: str, rows: int = 1, cols: int = 1, **subplots: object) -> 
     figure.update_layout(template=template(), title_text=title)
     for annotation in figure.layout.annotations:  # subplot titles
         annotation.font = {"size": 13, "color": GREY}
-    return figure
-
-
-def divergence_figure(report: DivergenceReport) -> go.Figure:
-    """Probability of each token under both settings, and how their ratio is distributed."""
-    tokens, m = report.tokens, report.metrics
-    identical = m["fraction_bit_identical"] == 1.0
-    found = "bit-identical" if identical else f"|delta| {m['mean_abs_nats']:.1e} nats mean, {m['max_abs_nats']:.1e} max"
-    figure = new_figure(
-        f"{report.a} against {report.b}: {found}",
-        cols=2,
-        subplot_titles=("Probability of each token", "Ratio of probabilities"),
-        column_widths=[0.5, 0.5],
-        horizontal_spacing=0.12,
-    )
-    figure.add_scattergl(
-        x=tokens["prob_a"],
-        y=tokens["prob_b"],
-        mode="markers",
-        marker={"size": 5, "color": BLUE, "opacity": 0.6},
-        customdata=np.stack(
-            [tokens["text"].map(repr), tokens["delta_nats"], tokens["sequence"], tokens["position"]], axis=-1
-        ),
-        hovertemplate="%{customdata[0]}<br>a %{x:.4g}, b %{y:.4g}<br>delta %{customdata[1]:.2e} nats"
-        "<br>sequence %{customdata[2]}, position %{customdata[3]}",
-        showlegend=False,
-        row=1,
-        col=1,
-    )
-    low = float(min(tokens["prob_a"].min(), tokens["prob_b"].min()))
-    figure.add_scatter(
-        x=[low, 1],
-        y=[low, 1],
-        mode="lines",
-        line={"color": GREY, "dash": "dot"},
-        showlegend=False,
-        hoverinfo="skip",
-        row=1,
-        col=1,
-    )
-    figure.add_histogram(x=tokens["ratio"], nbinsx=60, marker={"color": BLUE}, showlegend=False, row=1, col=2)
-    for edge in (1 - report.ratio_clip_min, 1 + report.ratio_clip_max):
-        figure.add_vline(x=edge, line={"color": VERMILION, "dash": "dash"}, row=1, col=2)
-    figure.add_annotation(
-        text=f"clip range ({m['fraction_outside_clip']:.1%} outside)",
-        x=1 + report.ratio_clip_max,
-        y=1,
-        xref="x2",
-        yref="y2 domain",
-        showarrow=False,
-        xanchor="right",
-        font={"color": VERMILION},
-    )
-    powers = {
-        "type": "log",
-        "dtick": 1,
-    }
-    figure.update_xaxes(title_text=f"probability, {report.a}", **powers, row=1, col=1)
-    figure.update_yaxes(title_text=f"probability, {report.b}", **powers, row=1, col=1)
-    figure.update_xaxes(title_text=f"{report.b} / {report.a}", row=1, col=2)
-    figure.update_yaxes(title_text="tokens", **powers, row=1, col=2)
-    return figure
-
-
-def units_figure(report: DivergenceReport) -> go.Figure:
-    """Which FSDP unit's output dtype makes the divergence: each switched alone."""
-    units = report.units
-    figure = new_figure(f"Switching one FSDP unit at a time, {report.a} to {report.b}")
-    figure.add_bar(x=list(units), y=list(units.values()), marker={"color": VERMILION}, hovertemplate="%{x}: %{y:.2e} nats")
-    figure.update_yaxes(title_text="mean |delta| in nats")
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Losses on raw model outputs: reward scores and values, which reach their loss in the output dtype, not as float32 logprobs.
+"""Losses on raw model outputs: reward scores and values, which reach them in the output dtype, not as float32 logprobs.
 
 Shapes: _N pairs, or values.
 

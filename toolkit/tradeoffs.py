@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-    from toolkit.divergence import DivergenceReport
+    from toolkit.divergence_report import DivergenceReport
     from toolkit.memory import MemoryReport
     from toolkit.session import Session
 
