@@ -105,7 +105,7 @@ def test_steps_and_tradeoffs(one_rank: tk.Session) -> None:
     figure = records.figure()
     assert list(figure.data[0].y) == list(records.to_frame()["reward"])
     report = one_rank.tradeoffs(("float32", "float16"))
-    points = {trace.text[0]: trace.y[0] * 2**20 for trace in report.figure().data}
+    points = {trace.text[0]: trace.y[0] * 2**20 for trace in report.figure().data if trace.text is not None}
     assert points == pytest.approx({d: m.peak_bytes for d, m in report.memory.items()})
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from toolkit.session import Session as Session
     from toolkit.spec import GRPOConfig as GRPOConfig
     from toolkit.spec import PolicySpec as PolicySpec
-    from toolkit.tradeoffs import TradeoffReport as TradeoffReport
+    from toolkit.tradeoff_grid import tradeoffs as tradeoffs
+    from toolkit.tradeoff_report import TradeoffReport as TradeoffReport
     from toolkit.widgets import dtype_picker as dtype_picker
 
 _HOMES = {
@@ -58,7 +59,7 @@ _HOMES = {
     "SpecError": "errors",
     "StepRecord": "records",
     "Task": "prompts",
-    "TradeoffReport": "tradeoffs",
+    "TradeoffReport": "tradeoff_report",
     "dtype_picker": "widgets",
     "launch": "launching",
     "linear_logprobs": "linear_head",
@@ -68,6 +69,7 @@ _HOMES = {
     "smollm2": "models",
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
+    "tradeoffs": "tradeoff_grid",
 }
 __all__ = ["load_ipython_extension", "unload_ipython_extension", *_HOMES]
 

@@ -16,7 +16,6 @@ from toolkit.mismatch import THRESHOLDS
 
 if TYPE_CHECKING:
     from toolkit.records import EvaluationRecord
-    from toolkit.tradeoffs import TradeoffReport
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 GREY = "#767676"
@@ -26,7 +25,6 @@ DTYPE_STYLE = {
     "bfloat16": (VERMILION, "square", "/"),
     "float16": (GREEN, "diamond", "x"),
 }
-_MIB = 2**20
 
 
 def template() -> go.layout.Template:
@@ -95,29 +93,4 @@ def rewards_figure(record: EvaluationRecord) -> go.Figure:
     figure.add_histogram(x=record.rewards, marker={"color": BLUE}, hovertemplate="reward %{x}: %{y} problems<extra></extra>")
     figure.update_xaxes(title_text="reward")
     figure.update_yaxes(title_text="problems")
-    return figure
-
-
-def tradeoffs_figure(report: TradeoffReport) -> go.Figure:
-    """Peak memory against divergence from the reference dtype, a point per dtype."""
-    frame = report.to_frame()
-    reference = frame["output_dtype"].iloc[0]
-    figure = new_figure(f"What each output dtype saves and costs, against {reference}")
-    for row in frame.to_dict("records"):
-        colour, symbol, _ = DTYPE_STYLE[row["output_dtype"]]
-        figure.add_scatter(
-            x=[row["mean_abs_nats"]],
-            y=[row["peak_bytes"] / _MIB],
-            mode="markers+text",
-            text=[row["output_dtype"]],
-            textposition="top center",
-            marker={"color": colour, "symbol": symbol, "size": 13},
-            showlegend=False,
-            hovertemplate="%{x:.2e} nats, %{y:.3f} MiB",
-        )
-    low, high = frame["peak_bytes"].min() / _MIB, frame["peak_bytes"].max() / _MIB
-    room = max(high - low, 0.01 * high)
-    most = max(frame["mean_abs_nats"].max(), 1e-6)
-    figure.update_xaxes(title_text=f"mean |delta| in nats from {reference} outputs", range=[-0.08 * most, 1.12 * most])
-    figure.update_yaxes(title_text="peak MiB", range=[low - 0.4 * room, high + 0.4 * room])
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from toolkit.prompts import Task
     from toolkit.records import EvaluationRecord, StepRecord, StepRecords
     from toolkit.self_check import SelfCheckReport
-    from toolkit.tradeoffs import TradeoffReport
+    from toolkit.tradeoff_report import TradeoffReport
 
 
 class Session(LivePolicy):
@@ -302,13 +303,33 @@ class Session(LivePolicy):
         problems = self._problems(self._task, self._config.num_prompts_per_step, step)
         return cast("EdgeReport", self.run(measure_edges, self._config, problems, step)[0])
 
-    def tradeoffs(self, dtypes: Iterable[str] = ("float32", "bfloat16", "float16")) -> TradeoffReport:
-        """Measure memory under each output dtype and its divergence from the first; ends in a verdict in words."""
-        from toolkit.tradeoffs import tradeoffs
+    def tradeoffs(
+        self,
+        dtypes: Iterable[str] = ("float32", "bfloat16", "float16"),
+        *,
+        checkpointing: Iterable[str | bool] | None = None,
+        logprob_modes: Iterable[str] | None = None,
+        tensor_parallel_sizes: Iterable[int] | None = None,
+        twins: bool = False,
+    ) -> TradeoffReport:
+        """Memory and divergence of a grid of settings; the first is the reference. Ends in a verdict in words.
 
-        if isinstance(dtypes, str):
-            raise SpecError(f"dtypes={dtypes!r}: give two or more, e.g. ('float32', 'bfloat16').")
-        return tradeoffs(self, tuple(dtypes))
+        Args:
+            dtypes: output dtypes.
+            checkpointing: values of activation_checkpointing; None keeps the session's.
+            logprob_modes, tensor_parallel_sizes: likewise.
+            twins: launch a second session of these weights for each other checkpointing and tensor-parallel size, one at a
+                time, and measure there; False predicts their memory, and marks it so.
+
+        Raises:
+            SpecError: fewer than two settings, or one that is refused.
+        """
+        from toolkit.launching import twin_of  # a twin is launched: the one thing here that comes later in the flow
+        from toolkit.tradeoff_grid import measure
+
+        check_flag("twins", twins)
+        twin = functools.partial(twin_of, self)
+        return measure(self, twin, dtypes, checkpointing, logprob_modes, tensor_parallel_sizes, twins=twins)
 
     # ---- helpers
 
