@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,10 +15,12 @@ from torch.distributed.fsdp import fully_shard
 
 import toolkit as tk
 from toolkit import fsdp
-from toolkit.divergence import DivergenceReport, _metrics, _per_token, _Score, _tokens
+from toolkit.divergence import _metrics, _per_token, _Score, _tokens
+from toolkit.divergence_report import DivergenceReport
 from toolkit.errors import SpecError
 from toolkit.policy import Policy
 from toolkit.prompts import make_batch
+from toolkit.replay import Scored
 from toolkit.spec import GRPOConfig
 from toolkit.step import TrainingBatch, forward_backward, score
 
@@ -56,7 +57,8 @@ def test_the_table_is_what_the_two_settings_give_on_the_same_tokens(one_rank: tk
     one_rank.output_dtype = "float32"
     table = report.tokens
     assert list(table.columns) == [
-        "sequence", "position", "token", "text", "logprob_a", "logprob_b", "delta_nats", "prob_a", "prob_b", "ratio"
+        "sequence", "position", "token", "text", "logprob_a", "logprob_b", "delta_nats", "prob_a", "prob_b", "ratio",
+        "rank_a", "rank_b",
     ]  # fmt: skip
     assert len(table) == sum(len(row) - 1 for row in ROWS)
     for row in table.itertuples():
@@ -142,14 +144,15 @@ def test_where_the_most_likely_token_differs_is_counted_by_hand(two_ranks: tk.Se
     def flips(policy: Policy, config: GRPOConfig) -> tuple[int, float]:
         training = _tokens(policy, config, None, ROWS, None, 0)
         zeros_BT = torch.zeros_like(training.previous_BT)
-        a, b = (_Score(zeros_BT, zeros_BT.long(), "", []) for _ in range(2))
-        flipped_BT = b.argmax_BT.clone()
+        a = _Score(Scored(zeros_BT, zeros_BT.long(), zeros_BT.long()), "", [])
+        flipped_BT = a.tokens.argmax_BT.clone()
         if policy.data_rank == 0:
             flipped_BT[0, 2], flipped_BT[1, 0], flipped_BT[1, 6] = 5, 7, 9
         else:
             flipped_BT[0, 1], flipped_BT[0, 6] = 3, 4  # the row of three scored tokens: the second is after its end
             flipped_BT[1, :] = 8
-        frame, metrics = _per_token(policy, config, training, a, dataclasses.replace(b, argmax_BT=flipped_BT))
+        b = _Score(Scored(zeros_BT, flipped_BT, zeros_BT.long()), "", [])
+        frame, metrics = _per_token(policy, config, training, a, b)
         return len(frame), metrics["argmax_flips"]
 
     scored = sum(len(row) - 1 for row in ROWS)
@@ -391,5 +394,7 @@ def test_the_report_shows_itself(one_rank: tk.Session) -> None:
     assert set(report.summary) == {
         "a", "b", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
         "sampling_importance_ratio", "mean_abs_nats", "max_abs_nats", "fraction_bit_identical", "k1", "k3", "pearson",
-        "fraction_outside_clip", "argmax_flips", "gradient_relative_error", "gradient_cosine",
+        "fraction_outside_clip", "argmax_flips", "gradient_relative_error", "gradient_cosine", "update_relative_error",
+        "update_cosine", "a_from_float32_nats", "a_from_float64_nats", "b_from_float32_nats", "b_from_float64_nats",
+        "float32_from_float64_nats",
     }  # fmt: skip

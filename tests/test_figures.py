@@ -100,25 +100,12 @@ def test_the_logit_figure_shows_each_buffer_in_bytes_per_logit(reports: dict[str
     assert heads == {"float32": 2.0, "bfloat16": 2.0}  # a bfloat16 head in both; the float32 output is a copy of it
 
 
-def test_the_divergence_figure_has_a_point_per_token_and_the_clip_band(one_rank: tk.Session) -> None:
-    report = one_rank.divergence()
-    figure = report.figure()
-    assert len(figure.data[0].x) == len(report.tokens)
-    assert "|delta|" in figure.layout.title.text
-    edges = {shape.x0 for shape in figure.layout.shapes}
-    assert {0.8, 1.2} <= edges
-    same = one_rank.divergence("float32", "float32").figure()
-    assert "bit-identical" in same.layout.title.text
-    bars = figures.units_figure(report).data[0]
-    assert dict(zip(bars.x, bars.y, strict=True)) == report.units
-
-
 def test_steps_and_tradeoffs(one_rank: tk.Session) -> None:
     records: Any = one_rank.grpo_step(2)
     figure = records.figure()
     assert list(figure.data[0].y) == list(records.to_frame()["reward"])
     report = one_rank.tradeoffs(("float32", "float16"))
-    points = {trace.text[0]: trace.y[0] * 2**20 for trace in report.figure().data}
+    points = {trace.text[0]: trace.y[0] * 2**20 for trace in report.figure().data if trace.text is not None}
     assert points == pytest.approx({d: m.peak_bytes for d, m in report.memory.items()})
 
 

@@ -471,5 +471,5 @@ def test_tradeoffs_end_in_a_verdict_from_their_own_records(one_rank: tk.Session)
     assert ("lower the peak" in report.verdict) == (change < 0)
     assert f"{frame.loc['bfloat16', 'mean_abs_nats']:.1e} nats" in report.verdict
     assert report.headline == report.verdict
-    with pytest.raises(SpecError, match="two or more different dtypes"):
+    with pytest.raises(SpecError, match="two or more different settings"):
         one_rank.tradeoffs(("float32", "fp32"))

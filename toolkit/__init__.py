@@ -18,7 +18,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.divergence import DivergenceReport as DivergenceReport
+    from toolkit.divergence_report import DivergenceReport as DivergenceReport
+    from toolkit.edge_report import EdgeReport as EdgeReport
     from toolkit.errors import RanksLost as RanksLost
     from toolkit.errors import SessionClosed as SessionClosed
     from toolkit.errors import SpecError as SpecError
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
     from toolkit.session import Session as Session
     from toolkit.spec import GRPOConfig as GRPOConfig
     from toolkit.spec import PolicySpec as PolicySpec
-    from toolkit.tradeoffs import TradeoffReport as TradeoffReport
+    from toolkit.tradeoff_grid import tradeoffs as tradeoffs
+    from toolkit.tradeoff_report import TradeoffReport as TradeoffReport
     from toolkit.widgets import dtype_picker as dtype_picker
 
 _HOMES = {
-    "DivergenceReport": "divergence",
+    "DivergenceReport": "divergence_report",
+    "EdgeReport": "edge_report",
     "EvaluationRecord": "records",
     "GRPOConfig": "spec",
     "MemoryReport": "memory",
@@ -56,7 +59,7 @@ _HOMES = {
     "SpecError": "errors",
     "StepRecord": "records",
     "Task": "prompts",
-    "TradeoffReport": "tradeoffs",
+    "TradeoffReport": "tradeoff_report",
     "dtype_picker": "widgets",
     "launch": "launching",
     "linear_logprobs": "linear_head",
@@ -66,6 +69,7 @@ _HOMES = {
     "smollm2": "models",
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
+    "tradeoffs": "tradeoff_grid",
 }
 __all__ = ["load_ipython_extension", "unload_ipython_extension", *_HOMES]
 

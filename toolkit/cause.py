@@ -7,82 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from toolkit import fsdp
-from toolkit.errors import SpecError
-from toolkit.logprobs import forward_logprobs
-from toolkit.policy import LIVE_FIELDS, Policy
-from toolkit.spec import GRPOConfig, dtype_name
+from toolkit.policy import Policy
+from toolkit.replay import score_tokens
+from toolkit.settings import Setting
 from toolkit.step import TrainingBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One side of a comparison."""
-
-    live: dict[str, Any]  # fields of PolicySpec to change
-    temperature: float
-
-    def describe(self, other: Setting) -> str:
-        """What distinguishes this side from the other, as text."""
-        mine = {**self.live, "temperature": self.temperature}
-        theirs = {**other.live, "temperature": other.temperature}
-        differing = {k: v for k, v in mine.items() if theirs.get(k, ...) != v}
-        if set(differing) == {"output_dtype"}:
-            return f"{differing['output_dtype']} outputs"
-        return ", ".join(f"{k}={v}" for k, v in differing.items()) or "the same setting"
-
-
-def resolve_settings(
-    policy: Policy,
-    a: str | Mapping[str, Any],
-    b: str | Mapping[str, Any],
-    common: Mapping[str, Any],
-    temperature: float,
-) -> tuple[Setting, Setting]:
-    """Make settings of what a user gave: a dtype name, or a mapping of fields; `common` applies to both sides.
-
-    Raises:
-        SpecError: an unknown field, a field that needs another build, or a value that is refused.
-    """
-    sides = []
-    clash = [name for side in (a, b) for name in (side if isinstance(side, Mapping) else ["output_dtype"]) if name in common]
-    if clash:
-        raise SpecError(
-            f"{clash[0]!r} is given for both sides and for one of them; give it once. (A side is an output dtype, or a "
-            "mapping of settings.)"
-        )
-    for given in (a, b):
-        fields: dict[str, Any] = {"output_dtype": given} if not isinstance(given, Mapping) else dict(given)
-        fields = {**common, **fields}
-        side_temperature = GRPOConfig(temperature=fields.pop("temperature", temperature)).temperature  # checked there
-        for name in fields:
-            if name in LIVE_FIELDS:
-                continue
-            if name in {f.name for f in dataclasses.fields(policy.spec)}:
-                raise SpecError(
-                    f"{name!r} is built into a session and cannot differ between two sides of a divergence; launch a "
-                    f"second session with it. Live settings are temperature, {', '.join(LIVE_FIELDS)}."
-                )
-            raise SpecError(f"{name!r} is no setting; use temperature, {', '.join(LIVE_FIELDS)}.")
-        if "output_dtype" in fields:
-            fields["output_dtype"] = dtype_name(fields["output_dtype"], "output_dtype")
-        current = {name: getattr(policy.spec, name) for name in LIVE_FIELDS}
-        sides.append(Setting({**current, **fields}, side_temperature))
-    return sides[0], sides[1]
 
 
 def by_unit(
     policy: Policy, training: TrainingBatch, side_a: Setting, side_b: Setting, logprobs_a_BT: torch.Tensor
 ) -> dict[str, float]:
     """Mean |delta| when one FSDP unit alone emits b's output dtype and all others a's."""
-    differing = {k for k in side_a.live if side_a.live[k] != side_b.live[k]}
-    if differing != {"output_dtype"} or side_a.temperature != side_b.temperature:
+    if side_a.differing(side_b) != {"output_dtype"}:
         return {}
     found = {}
     mask_BT = training.batch.token_mask_BT[:, 1:].cpu() > 0
@@ -93,12 +32,11 @@ def by_unit(
         for name in fsdp.unit_modules(policy.model)
         if fsdp.output_dtype_of(name, before, head) != fsdp.output_dtype_of(name, after, head)
     ]
-    with policy.temporarily(**side_a.live), torch.no_grad():
+    with side_a.applied(policy):
         for done, name in enumerate(names):
             policy.progress("localising", done, len(names))
             fsdp.apply_spec(policy.model, policy.spec, overrides={name: side_b.live["output_dtype"]})
-            switched_BT = forward_logprobs(policy, training.batch, side_a.temperature).cpu()
-            fsdp.reshard(policy.model)
+            switched_BT = score_tokens(policy, training.batch, side_a, ranks=False).logprobs_BT
             delta = (switched_BT - logprobs_a_BT)[mask_BT].abs().double()
             total = policy.sum_over_data(torch.tensor([float(delta.sum()), len(delta)], dtype=torch.float64))
             found[name] = float(total[0] / total[1])
@@ -115,9 +53,7 @@ def explain(
         units: from `by_unit`.
         gradient: what the compared gradients are of.
     """
-    differing = {k for k in a.live if a.live[k] != b.live[k]}
-    if a.temperature != b.temperature:
-        differing.add("temperature")
+    differing = a.differing(b)
     if metrics["mean_abs_nats"] == 0.0:
         cause = _why_zero(policy, a, differing, metrics)
     elif differing == {"output_dtype"} and units:
@@ -125,10 +61,34 @@ def explain(
     elif "logprob_mode" in differing and "linear" in (a.live["logprob_mode"], b.live["logprob_mode"]):
         cause = _why_linear(policy, differing)
     else:
-        cause = f"What differs: {', '.join(sorted(differing))}. (Gradients compared are those of the {gradient}.)"
+        cause = _why_other(policy, differing)
+        if gradient:
+            cause += f" (Gradients compared are those of the {gradient}.)"
     if differing == {"output_dtype"} and a.live["temperature_order"] == "before_upcast" and _is_power_of_two(a.temperature):
         cause += f" (The order of the temperature plays no part: dividing by {a.temperature}, a power of two, is exact.)"
     return cause
+
+
+def _why_other(policy: Policy, differing: set[str]) -> str:
+    """What each setting does to the forward; one of several is not singled out."""
+    precision = policy.spec.precision
+    noise = f"noise of {precision} arithmetic, as any other order of sums would make"
+    reasons = {
+        "temperature": "another temperature is another distribution: this is no rounding",
+        "temperature_order": "dividing before the upcast rounds z/T to the output dtype; 'after_upcast' cures it",
+        "cast_forward_inputs": "without input casts the residual stream keeps the output dtype from layer to layer",
+        "autocast": "autocast picks the dtype of each operation, where the units' own dtypes decide without it",
+        "batch_size": f"matrix products of another shape sum in another order: {noise}",
+        "logprobs": f"a token at a time through the KV cache sums in another order than all at once: {noise}",
+        "attn_implementation": f"another attention kernel sums in another order and rounds elsewhere: {noise}",
+        "output_dtype": "the units emit another dtype",
+        "logprob_mode": "the same float32 sums, in another order",
+        "logprob_chunk_size": "the same float32 sums, in another order",
+    }
+    if len(differing) == 1:
+        return f"Cause: {reasons[next(iter(differing))]}."
+    named = "; ".join(f"{name} ({reasons[name]})" for name in sorted(differing))
+    return f"Cause: one or more of {named}. Compare them one at a time to tell which."
 
 
 def _why_linear(policy: Policy, differing: set[str]) -> str:
@@ -170,6 +130,10 @@ def _why_zero(policy: Policy, a: Setting, differing: set[str], metrics: dict[str
             reasons.append("the logits come from a matmul in that dtype and are upcast before the softmax either way")
         if not _is_power_of_two(a.temperature):
             reasons.append(f"the temperature {a.temperature} divides after the upcast")
+    elif differing <= {"batch_size", "logprobs", "attn_implementation"}:
+        reasons.append(
+            f"on this device the order of sums does not depend on {' or '.join(sorted(differing))} at these sizes"
+        )
     elif differing <= {"logprob_mode", "logprob_chunk_size"}:
         reasons.append("the chunked logprobs compute the same float32 sums, only fewer rows at a time")
     elif differing == {"temperature_order"}:
@@ -179,7 +143,7 @@ def _why_zero(policy: Policy, a: Setting, differing: set[str], metrics: dict[str
     else:
         reasons.append(f"changing {', '.join(sorted(differing))} reaches no operation of this model's forward")
     note = ""
-    if metrics["gradient_relative_error"]:
+    if metrics["gradient_relative_error"] > 0:  # NaN without gradients
         note = f" The gradients still differ, by {metrics['gradient_relative_error']:.1e} relative: backward rounds too."
     return "Zero because " + ", and ".join(reasons) + "." + note
 

@@ -1,6 +1,6 @@
 """Two settings of the same weights on the same tokens: how far is each token's logprob apart, and why.
 
-Settings are live ones (`policy.LIVE_FIELDS`) plus the temperature, so both sides run on the very same sharded model.
+Both sides run on the very same sharded model (`settings.Setting` says what may differ). Shapes: _B sequences, _T tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from toolkit import fsdp
-from toolkit.cause import Setting, by_unit, explain, resolve_settings
-from toolkit.logprobs import forward_logprobs
+from toolkit.cause import by_unit, explain
+from toolkit.divergence_report import DivergenceReport
+from toolkit.errors import SpecError
+from toolkit.gradient_effects import Shards, compare_gradients
 from toolkit.mismatch import mismatch_sums
-from toolkit.policy import Policy, check_finite
+from toolkit.policy import Policy
 from toolkit.prompts import Batch, Reward, make_batch
-from toolkit.records import Report
+from toolkit.replay import Scored, score_tokens
+from toolkit.settings import Setting, resolve_settings
 from toolkit.spec import GRPOConfig
 from toolkit.step import (
     TrainingBatch,
@@ -30,65 +32,10 @@ from toolkit.step import (
     shard_and_copies,
     training_batch,
 )
+from toolkit.truth import CHEAP_PARAMETERS, exact_logprobs
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
-
-
-@dataclass(repr=False, eq=False)
-class DivergenceReport(Report):
-    """Per-token logprobs under two settings, the field's metrics of their distance, and the cause in words.
-
-    Attributes:
-        a, b: the settings compared, as text. `a` plays the sampler (NeMo-RL's "generation"), `b` the trainer.
-        tokens: a row per scored token: sequence, position, token, text, logprob_a, logprob_b, delta_nats (b - a), prob_a,
-            prob_b, ratio (prob_b / prob_a).
-        metrics: see `summary`.
-        units: mean |delta| in nats when only this FSDP unit is switched from a's output dtype to b's; empty when output
-            dtype is not what differs.
-        cause: why the divergence is what it is, in words; a zero says why it is zero.
-    """
-
-    a: str
-    b: str
-    tokens: pd.DataFrame
-    metrics: dict[str, float]
-    units: dict[str, float]
-    cause: str
-    ratio_clip_min: float
-    ratio_clip_max: float
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """NeMo-RL's metrics and ours.
-
-        mean_abs_nats, max_abs_nats: of |delta|. fraction_bit_identical: tokens with exactly the same logprob. k1, k3:
-        estimators of KL(a || b). pearson: of the probabilities. fraction_outside_clip: tokens whose ratio the clip range
-        would cut. argmax_flips: fraction of positions whose most likely token differs. gradient_relative_error:
-        |grad_b - grad_a| / |grad_a|; gradient_cosine: of their angle.
-        """
-        return {"a": self.a, "b": self.b, **self.metrics}
-
-    @property
-    def headline(self) -> str:
-        m = self.metrics
-        if m["fraction_bit_identical"] == 1.0:
-            return f"{self.a} and {self.b}: every one of {len(self.tokens)} token logprobs is bit-identical. {self.cause}"
-        return (
-            f"{self.a} against {self.b}: |delta| {m['mean_abs_nats']:.2e} nats mean, {m['max_abs_nats']:.2e} max over "
-            f"{len(self.tokens)} tokens. {self.cause}"
-        )
-
-    def to_frame(self) -> pd.DataFrame:
-        """The per-token table."""
-        return self.tokens
-
-    def figure(self) -> go.Figure:
-        """Probability against probability, and the distribution of the ratio with the clip band."""
-        from toolkit.figures import divergence_figure
-
-        return divergence_figure(self)
 
 
 def compare(
@@ -102,16 +49,18 @@ def compare(
     token_ids: list[list[int]] | None,
     reward: Reward | None,
     step: int,
+    truth: bool | None = None,
 ) -> DivergenceReport:
     """Compare two settings on this rank (all ranks together).
 
     Args:
         problems: sample completions of these and score them; or
         token_ids: score these sequences (all but their first token).
+        truth: also measure both sides' distance to all-float32 and float64 runs; None where it is cheap.
     """
     side_a, side_b = resolve_settings(policy, a, b, common, config.temperature)
     for side in (side_a, side_b):  # refuse either before anything runs
-        with policy.temporarily(**side.live):
+        with side.applied(policy):
             pass
     training = _tokens(policy, config, problems, token_ids, reward, step)
     if token_ids is not None:  # nobody sampled them, so the loss has nothing to correct or to penalise
@@ -119,13 +68,39 @@ def compare(
             train_micro_batch_size=config.train_micro_batch_size,
             ratio_clip_min=config.ratio_clip_min,
             ratio_clip_max=config.ratio_clip_max,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
         )
     score_a, score_b = (_score(policy, config, training, side) for side in (side_a, side_b))
+    exact, no_truth = _truth(policy, training.batch, {side_a.temperature, side_b.temperature}, truth)
     table, metrics = _per_token(policy, config, training, score_a, score_b)
-    units = by_unit(policy, training, side_a, side_b, score_a.logprobs_BT) if metrics["mean_abs_nats"] else {}
-    name_a, name_b = side_a.describe(side_b), side_b.describe(side_a)
-    cause = explain(policy, side_a, side_b, metrics, units, score_a.gradient)
-    return DivergenceReport(name_a, name_b, table, metrics, units, cause, config.ratio_clip_min, config.ratio_clip_max)
+    distances = _distances(policy, training, (score_a, score_b), (side_a, side_b), exact)
+    gradients = None
+    if score_a.gradients and score_b.gradients:
+        gradients, found = compare_gradients(policy, config, score_a.gradients, score_b.gradients)
+        metrics |= found
+    else:
+        metrics |= dict.fromkeys(GRADIENT_METRICS, math.nan)
+    units = by_unit(policy, training, side_a, side_b, score_a.tokens.logprobs_BT) if metrics["mean_abs_nats"] else {}
+    cause = explain(policy, side_a, side_b, metrics, units, score_a.gradient if gradients is not None else "")
+    if gradients is None:
+        cause += " (The sampler makes no gradients, so none are compared.)"
+    return DivergenceReport(
+        side_a.describe(side_b),
+        side_b.describe(side_a),
+        table,
+        metrics,
+        units,
+        f"{cause}{no_truth}",
+        config.ratio_clip_min,
+        config.ratio_clip_max,
+        distances,
+        gradients,
+    )
+
+
+GRADIENT_METRICS = ("gradient_relative_error", "gradient_cosine", "update_relative_error", "update_cosine")
 
 
 def _tokens(
@@ -145,7 +120,8 @@ def _tokens(
     share = len(padded) // policy.data_size
     first = policy.data_rank * share
     rows = padded[first : first + share]
-    batch = make_batch(rows, [1] * share, policy.tokenizer.pad_token_id).to(policy.device)
+    width = max(map(len, token_ids))
+    batch = make_batch(rows, [1] * share, policy.tokenizer.pad_token_id, width=width).to(policy.device)
     batch.token_mask_BT[max(0, len(token_ids) - first) :] = 0
     num_tokens = float(sum(len(ids) - 1 for ids in token_ids))
     previous_BT = torch.zeros(batch.ids_BT[:, 1:].shape, device=policy.device)
@@ -154,36 +130,63 @@ def _tokens(
 
 @dataclass(slots=True)
 class _Score:
-    logprobs_BT: torch.Tensor  # [B, T-1] float32, CPU
-    argmax_BT: torch.Tensor  # [B, T-1] int64, CPU
+    tokens: Scored
     gradient: str  # of what: "GRPO loss" or "mean logprob"
-    gradients: list[tuple[torch.Tensor, int]]  # this rank's shards, float32, and how many ranks hold the same one
+    gradients: Shards  # float32; empty where the route has no backward
 
 
 def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Setting) -> _Score:
-    config = dataclasses.replace(config, temperature=side.temperature)
-    with policy.temporarily(**side.live):
-        policy.model.train()
-        with torch.no_grad(), policy.autocast():
-            batch = training.batch
-            logits = policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits
-            whole = logits.full_tensor() if isinstance(logits, torch.distributed.tensor.DTensor) else logits
-            argmax_BT = whole[:, :-1].argmax(-1).cpu()
-            del logits, whole
-        with torch.no_grad():
-            logprobs_BT = forward_logprobs(policy, training.batch, side.temperature)
-        fsdp.reshard(policy.model)
-        check_finite(policy, logprobs_BT, training.batch, "the divergence")
+    size = side.batch_size or config.train_micro_batch_size
+    config = dataclasses.replace(config, temperature=side.temperature, train_micro_batch_size=size)
+    with side.applied(policy):
+        tokens = score_tokens(policy, training.batch, side)
+        if side.logprobs == "sampler":
+            return _Score(tokens, "", [])
         advantages_B, of = training.advantages_B, "GRPO loss"
         any_signal = policy.sum_over_data(advantages_B.abs().sum().cpu().double().reshape(1))
         if not any_signal.item():  # all rewards equal (or given tokens): that gradient is zero whatever the dtype
             advantages_B, of = torch.ones_like(advantages_B), "mean logprob"
-        scored = dataclasses.replace(training, advantages_B=advantages_B, previous_BT=logprobs_BT)
+        previous_BT = tokens.logprobs_BT.to(policy.device)
+        scored = dataclasses.replace(training, advantages_B=advantages_B, previous_BT=previous_BT)
         forward_backward(policy, config, scored)
-        held = [shard_and_copies(p.grad) for p in policy.model.parameters() if p.grad is not None]
+        params = policy.model.parameters()
+        held = [shard_and_copies(torch.zeros_like(p) if p.grad is None else p.grad) for p in params]
         grads = [(shard.detach().clone(), copies) for shard, copies in held]
         policy.model.zero_grad(set_to_none=True)
-    return _Score(logprobs_BT.cpu(), argmax_BT, of, grads)
+    return _Score(tokens, of, grads)
+
+
+Exact = dict[tuple[str, float], torch.Tensor]
+
+
+def _truth(policy: Policy, batch: Batch, temperatures: set[float], wanted: bool | None) -> tuple[Exact, str]:
+    """The exact logprobs, or none and what to say about it."""
+    if wanted is False or (wanted is None and sum(p.numel() for p in policy.model.parameters()) > CHEAP_PARAMETERS):
+        return {}, ""
+    try:
+        return exact_logprobs(policy, batch, temperatures), ""
+    except SpecError as error:
+        if wanted:
+            raise
+        return {}, f" (No distance to the truth: {error})"
+
+
+def _distances(
+    policy: Policy, training: TrainingBatch, scores: tuple[_Score, _Score], sides: tuple[Setting, Setting], exact: Exact
+) -> dict[str, float]:
+    """Mean |logprob - truth| of each side, and of the float32 run itself."""
+    if not exact:
+        return {}
+    mask_BT = training.batch.token_mask_BT[:, 1:].cpu() > 0
+    found: dict[str, torch.Tensor] = {}
+    for name, score, side in zip("ab", scores, sides, strict=True):
+        for dtype in ("float32", "float64"):
+            found[f"{name}_from_{dtype}_nats"] = score.tokens.logprobs_BT.double() - exact[dtype, side.temperature]
+    at = sides[0].temperature
+    found["float32_from_float64_nats"] = exact["float32", at] - exact["float64", at]
+    sums = [float(x[mask_BT].abs().sum()) for x in found.values()]
+    *totals, count = policy.sum_over_data(torch.tensor([*sums, float(mask_BT.sum())], dtype=torch.float64)).tolist()
+    return {name: total / count for name, total in zip(found, totals, strict=True)}
 
 
 def _per_token(
@@ -194,12 +197,8 @@ def _per_token(
 
     batch = training.batch.to(torch.device("cpu"))
     mask_BT = batch.token_mask_BT[:, 1:] > 0
-    rows = _token_rows(policy, batch, mask_BT, a.logprobs_BT, b.logprobs_BT)
-    flips = int((a.argmax_BT != b.argmax_BT)[mask_BT].sum())
-    squares = torch.zeros(4, dtype=torch.float64)
-    for (x, copies), (y, _) in zip(a.gradients, b.gradients, strict=True):
-        squares += _products(x, y) / copies
-    dist.all_reduce(squares)
+    rows = _token_rows(policy, batch, mask_BT, a.tokens, b.tokens)
+    flips = int((a.tokens.argmax_BT != b.tokens.argmax_BT)[mask_BT].sum())
     gathered: list[Any] = [None] * dist.get_world_size()
     is_copy = policy.mesh["tp"].get_local_rank() > 0  # tensor-parallel peers hold the same sequences
     dist.all_gather_object(gathered, ([], 0) if is_copy else (rows, flips))
@@ -208,27 +207,18 @@ def _per_token(
     g, p = (torch.tensor(frame[c].to_numpy(), dtype=torch.float64) for c in ("logprob_a", "logprob_b"))
     metrics = _metrics(g, p, config)
     metrics["argmax_flips"] = sum(n for _, n in gathered) / len(frame)
-    aa, bb, ab, dd = squares.tolist()
-    metrics["gradient_relative_error"] = math.sqrt(dd / aa) if aa else 0.0
-    metrics["gradient_cosine"] = ab / math.sqrt(aa * bb) if aa and bb else 1.0
     return frame, metrics
 
 
-def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Sums over elements of a², b², ab and (b - a)², float64 [4] on the CPU."""
-    a, b = a.double(), b.double()
-    return torch.stack([a.square().sum(), b.square().sum(), (a * b).sum(), (b - a).square().sum()]).cpu()
-
-
 def _token_rows(
-    policy: Policy, batch: Batch, mask_BT: torch.Tensor, a_BT: torch.Tensor, b_BT: torch.Tensor
+    policy: Policy, batch: Batch, mask_BT: torch.Tensor, scored_a: Scored, scored_b: Scored
 ) -> list[dict[str, Any]]:
     first_real_B = batch.mask_BT.argmax(-1)
     base = policy.data_rank * batch.num_sequences
     rows = []
     for b, t in mask_BT.nonzero().tolist():
         token = int(batch.ids_BT[b, t + 1])
-        logprob_a, logprob_b = float(a_BT[b, t]), float(b_BT[b, t])
+        logprob_a, logprob_b = float(scored_a.logprobs_BT[b, t]), float(scored_b.logprobs_BT[b, t])
         rows.append(
             {
                 "sequence": base + b,
@@ -241,6 +231,8 @@ def _token_rows(
                 "prob_a": math.exp(logprob_a),
                 "prob_b": math.exp(logprob_b),
                 "ratio": math.exp(logprob_b - logprob_a),
+                "rank_a": int(scored_a.rank_BT[b, t]),
+                "rank_b": int(scored_b.rank_BT[b, t]),
             }
         )
     return rows

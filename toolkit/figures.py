@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -16,9 +15,7 @@ from plotly.subplots import make_subplots
 from toolkit.mismatch import THRESHOLDS
 
 if TYPE_CHECKING:
-    from toolkit.divergence import DivergenceReport
     from toolkit.records import EvaluationRecord
-    from toolkit.tradeoffs import TradeoffReport
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 GREY = "#767676"
@@ -28,7 +25,6 @@ DTYPE_STYLE = {
     "bfloat16": (VERMILION, "square", "/"),
     "float16": (GREEN, "diamond", "x"),
 }
-_MIB = 2**20
 
 
 def template() -> go.layout.Template:
@@ -58,76 +54,6 @@ def new_figure(title: str, rows: int = 1, cols: int = 1, **subplots: object) -> 
     figure.update_layout(template=template(), title_text=title)
     for annotation in figure.layout.annotations:  # subplot titles
         annotation.font = {"size": 13, "color": GREY}
-    return figure
-
-
-def divergence_figure(report: DivergenceReport) -> go.Figure:
-    """Probability of each token under both settings, and how their ratio is distributed."""
-    tokens, m = report.tokens, report.metrics
-    identical = m["fraction_bit_identical"] == 1.0
-    found = "bit-identical" if identical else f"|delta| {m['mean_abs_nats']:.1e} nats mean, {m['max_abs_nats']:.1e} max"
-    figure = new_figure(
-        f"{report.a} against {report.b}: {found}",
-        cols=2,
-        subplot_titles=("Probability of each token", "Ratio of probabilities"),
-        column_widths=[0.5, 0.5],
-        horizontal_spacing=0.12,
-    )
-    figure.add_scattergl(
-        x=tokens["prob_a"],
-        y=tokens["prob_b"],
-        mode="markers",
-        marker={"size": 5, "color": BLUE, "opacity": 0.6},
-        customdata=np.stack(
-            [tokens["text"].map(repr), tokens["delta_nats"], tokens["sequence"], tokens["position"]], axis=-1
-        ),
-        hovertemplate="%{customdata[0]}<br>a %{x:.4g}, b %{y:.4g}<br>delta %{customdata[1]:.2e} nats"
-        "<br>sequence %{customdata[2]}, position %{customdata[3]}",
-        showlegend=False,
-        row=1,
-        col=1,
-    )
-    low = float(min(tokens["prob_a"].min(), tokens["prob_b"].min()))
-    figure.add_scatter(
-        x=[low, 1],
-        y=[low, 1],
-        mode="lines",
-        line={"color": GREY, "dash": "dot"},
-        showlegend=False,
-        hoverinfo="skip",
-        row=1,
-        col=1,
-    )
-    figure.add_histogram(x=tokens["ratio"], nbinsx=60, marker={"color": BLUE}, showlegend=False, row=1, col=2)
-    for edge in (1 - report.ratio_clip_min, 1 + report.ratio_clip_max):
-        figure.add_vline(x=edge, line={"color": VERMILION, "dash": "dash"}, row=1, col=2)
-    figure.add_annotation(
-        text=f"clip range ({m['fraction_outside_clip']:.1%} outside)",
-        x=1 + report.ratio_clip_max,
-        y=1,
-        xref="x2",
-        yref="y2 domain",
-        showarrow=False,
-        xanchor="right",
-        font={"color": VERMILION},
-    )
-    powers = {
-        "type": "log",
-        "dtick": 1,
-    }
-    figure.update_xaxes(title_text=f"probability, {report.a}", **powers, row=1, col=1)
-    figure.update_yaxes(title_text=f"probability, {report.b}", **powers, row=1, col=1)
-    figure.update_xaxes(title_text=f"{report.b} / {report.a}", row=1, col=2)
-    figure.update_yaxes(title_text="tokens", **powers, row=1, col=2)
-    return figure
-
-
-def units_figure(report: DivergenceReport) -> go.Figure:
-    """Which FSDP unit's output dtype makes the divergence: each switched alone."""
-    units = report.units
-    figure = new_figure(f"Switching one FSDP unit at a time, {report.a} to {report.b}")
-    figure.add_bar(x=list(units), y=list(units.values()), marker={"color": VERMILION}, hovertemplate="%{x}: %{y:.2e} nats")
-    figure.update_yaxes(title_text="mean |delta| in nats")
     return figure
 
 
@@ -167,29 +93,4 @@ def rewards_figure(record: EvaluationRecord) -> go.Figure:
     figure.add_histogram(x=record.rewards, marker={"color": BLUE}, hovertemplate="reward %{x}: %{y} problems<extra></extra>")
     figure.update_xaxes(title_text="reward")
     figure.update_yaxes(title_text="problems")
-    return figure
-
-
-def tradeoffs_figure(report: TradeoffReport) -> go.Figure:
-    """Peak memory against divergence from the reference dtype, a point per dtype."""
-    frame = report.to_frame()
-    reference = frame["output_dtype"].iloc[0]
-    figure = new_figure(f"What each output dtype saves and costs, against {reference}")
-    for row in frame.to_dict("records"):
-        colour, symbol, _ = DTYPE_STYLE[row["output_dtype"]]
-        figure.add_scatter(
-            x=[row["mean_abs_nats"]],
-            y=[row["peak_bytes"] / _MIB],
-            mode="markers+text",
-            text=[row["output_dtype"]],
-            textposition="top center",
-            marker={"color": colour, "symbol": symbol, "size": 13},
-            showlegend=False,
-            hovertemplate="%{x:.2e} nats, %{y:.3f} MiB",
-        )
-    low, high = frame["peak_bytes"].min() / _MIB, frame["peak_bytes"].max() / _MIB
-    room = max(high - low, 0.01 * high)
-    most = max(frame["mean_abs_nats"].max(), 1e-6)
-    figure.update_xaxes(title_text=f"mean |delta| in nats from {reference} outputs", range=[-0.08 * most, 1.12 * most])
-    figure.update_yaxes(title_text="peak MiB", range=[low - 0.4 * room, high + 0.4 * room])
     return figure

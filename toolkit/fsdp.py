@@ -7,6 +7,7 @@ tests/test_upstream.py fails loudly when one of them changes.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -195,14 +196,20 @@ def root_parameters(model: nn.Module) -> list[str]:
 
 def first_not_finite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """Run a forward and name the first FSDP unit whose output holds an infinity or NaN, None if none does."""
-    found: list[str] = []
+    found = largest_outputs(model, forward)
+    return next((name for name, largest in found.items() if not math.isfinite(largest)), None)
+
+
+def largest_outputs(model: nn.Module, forward: Callable[[], Any]) -> dict[str, float]:
+    """Run a forward without gradient; the largest magnitude each FSDP unit emits, NaN or infinity included, in its order."""
+    found: dict[str, float] = {}
 
     def look(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             leaves = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
             local = [t.to_local() if isinstance(t, DTensor) else t for t in leaves if t.is_floating_point()]
-            if not all(bool(torch.isfinite(t).all()) for t in local):
-                found.append(name)
+            maxima = [float(t.abs().max()) for t in local if t.numel()]
+            found[name] = math.nan if any(map(math.isnan, maxima)) else max(maxima, default=0.0)
 
         return hook
 
@@ -215,7 +222,7 @@ def first_not_finite(model: nn.Module, forward: Callable[[], Any]) -> str | None
         for handle in handles:
             handle.remove()
     reshard(model)
-    return found[0] if found else None
+    return found
 
 
 @contextlib.contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import tempfile
 import uuid
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,19 @@ def resume(
         session.close()
         raise
     return session
+
+
+@contextlib.contextmanager
+def twin_of(session: Session, **fields: Any) -> Iterator[Session]:
+    """A second session of the same weights, moments and settings, but for these fields; closed afterwards."""
+    task = session.config.task
+    with tempfile.TemporaryDirectory() as folder:
+        kept = session._saved  # what `restart` goes back to is the user's own save, not this one
+        saved = session.save(Path(folder) / "twin")
+        session._saved = kept
+        given = {} if isinstance(task, str) else {"task": task}
+        with resume(saved, ranks=session.num_ranks, device=session._device, **given, **fields) as twin:
+            yield twin
 
 
 def _autosave(folder: str | Path | None, period: int | None) -> tuple[Path, int] | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.checks import check_temperature
+from toolkit.checks import check_flag, check_temperature
 from toolkit.errors import SessionClosed, SpecError
 from toolkit.layout import check_config, check_length, check_token_ids
 from toolkit.live import LivePolicy
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
-    from toolkit.divergence import DivergenceReport
+    from toolkit.divergence_report import DivergenceReport
+    from toolkit.edge_report import EdgeReport
     from toolkit.memory import MemoryReport
     from toolkit.prompts import Task
     from toolkit.records import EvaluationRecord, StepRecord, StepRecords
     from toolkit.self_check import SelfCheckReport
-    from toolkit.tradeoffs import TradeoffReport
+    from toolkit.tradeoff_report import TradeoffReport
 
 
 class Session(LivePolicy):
@@ -226,26 +228,49 @@ class Session(LivePolicy):
         b: str | Mapping[str, Any] = "bfloat16",
         *,
         token_ids: Sequence[Sequence[int]] | None = None,
+        text: str | Sequence[str] | None = None,
+        truth: bool | None = None,
         **common: Any,
     ) -> DivergenceReport:
-        """Compare each token's logprob under two settings of these weights.
+        """Compare each token's logprob, and the gradients, under two settings of these weights.
 
         Args:
-            a, b: an output dtype, or a mapping of live settings: output_dtype, cast_forward_inputs, autocast, temperature,
-                temperature_order, logprob_mode, logprob_chunk_size.
-            token_ids: score these sequences; None samples completions of the next step's prompts and scores those.
+            a, b: an output dtype, or a mapping of settings: those of `set_live` (output_dtype, cast_forward_inputs,
+                autocast, logprob_mode, logprob_chunk_size, temperature_order), and temperature, batch_size (sequences in one
+                forward of a rank; None for all), logprobs ("trainer", or "sampler": token by token through the KV cache),
+                attn_implementation ("sdpa", "eager").
+            token_ids, text: score these sequences; neither samples completions of the next step's prompts and scores those
+                (on tokens a model would not write, a float32 head shows nothing).
+            truth: also run the same weights all in float32 and all in float64, and say how far each side is from that. It
+                takes 12 bytes a parameter on every rank and a forward in each dtype; None does it up to 20 M parameters.
             **common: settings for both sides, e.g. `temperature=0.7, temperature_order="before_upcast"`.
 
         Raises:
-            SpecError: an unknown setting, or one that needs another build.
+            SpecError: an unknown setting, one that needs another build or is refused, or sequences without two tokens.
+            FloatingPointError: values left the range of a dtype; names the FSDP unit.
         """
         from toolkit.divergence import compare
 
-        rows = None if token_ids is None else check_token_ids(token_ids, self._facts)
+        if text is not None and token_ids is not None:
+            raise SpecError("give text or token_ids, not both.")
+        if truth is not None:
+            check_flag("truth", truth)
+        ids = self._encoded(text) if text is not None else token_ids
+        rows = None if ids is None else check_token_ids(ids, self._facts)
         task, step = self._task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
-        settings = {"problems": problems, "token_ids": rows, "reward": task.reward, "step": step}
+        settings = {"problems": problems, "token_ids": rows, "reward": task.reward, "step": step, "truth": truth}
         return cast("DivergenceReport", self.run(compare, self._config, a, b, common, **settings)[0])
+
+    def _encoded(self, text: str | Sequence[str]) -> list[list[int]]:
+        texts = [text] if isinstance(text, str) else list(text)
+        if not texts or not all(isinstance(one, str) and one for one in texts):
+            raise SpecError(f"text={text!r}: give a text, or a list of texts, none of them empty.")
+        encoded: list[list[int]] = self.run(self._worker.encode, texts)[0]
+        for one, ids in zip(texts, encoded, strict=True):
+            if len(ids) < 2:
+                raise SpecError(f"text {one!r} is a single token, and the first has no logprob; give a longer one.")
+        return encoded
 
     def self_check(
         self, *, token_ids: Sequence[Sequence[int]] | None = None, temperature: float | None = None
@@ -265,13 +290,46 @@ class Session(LivePolicy):
         reports: list[SelfCheckReport] = self.run(self_check, self._config, problems, rows, temperature, step)
         return reports[0]
 
-    def tradeoffs(self, dtypes: Iterable[str] = ("float32", "bfloat16", "float16")) -> TradeoffReport:
-        """Measure memory under each output dtype and its divergence from the first; ends in a verdict in words."""
-        from toolkit.tradeoffs import tradeoffs
+    def precision_edges(self) -> EdgeReport:
+        """Measure each known precision edge on this model, with and without its cure, on completions sampled for it.
 
-        if isinstance(dtypes, str):
-            raise SpecError(f"dtypes={dtypes!r}: give two or more, e.g. ('float32', 'bfloat16').")
-        return tradeoffs(self, tuple(dtypes))
+        Losses on raw outputs (preference, reward order, value), the temperature before the upcast and its own rounding, a
+        float32 head under a 16-bit root, the range of float16. An edge that this model or session cannot show is listed
+        with the reason.
+        """
+        from toolkit.edges import measure_edges
+
+        step = len(self._records)
+        problems = self._problems(self._task, self._config.num_prompts_per_step, step)
+        return cast("EdgeReport", self.run(measure_edges, self._config, problems, step)[0])
+
+    def tradeoffs(
+        self,
+        dtypes: Iterable[str] = ("float32", "bfloat16", "float16"),
+        *,
+        checkpointing: Iterable[str | bool] | None = None,
+        logprob_modes: Iterable[str] | None = None,
+        tensor_parallel_sizes: Iterable[int] | None = None,
+        twins: bool = False,
+    ) -> TradeoffReport:
+        """Memory and divergence of a grid of settings; the first is the reference. Ends in a verdict in words.
+
+        Args:
+            dtypes: output dtypes.
+            checkpointing: values of activation_checkpointing; None keeps the session's.
+            logprob_modes, tensor_parallel_sizes: likewise.
+            twins: launch a second session of these weights for each other checkpointing and tensor-parallel size, one at a
+                time, and measure there; False predicts their memory, and marks it so.
+
+        Raises:
+            SpecError: fewer than two settings, or one that is refused.
+        """
+        from toolkit.launching import twin_of  # a twin is launched: the one thing here that comes later in the flow
+        from toolkit.tradeoff_grid import measure
+
+        check_flag("twins", twins)
+        twin = functools.partial(twin_of, self)
+        return measure(self, twin, dtypes, checkpointing, logprob_modes, tensor_parallel_sizes, twins=twins)
 
     # ---- helpers
 

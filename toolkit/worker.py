@@ -18,7 +18,7 @@ from toolkit.checkpoint import save as save
 from toolkit.collect import grade_together, sample_step
 from toolkit.policy import LIVE_FIELDS as LIVE_FIELDS
 from toolkit.policy import Policy, switch
-from toolkit.prompts import Reward, make_batch
+from toolkit.prompts import Plain, Reward, encode_prompts, make_batch
 from toolkit.prompts import draw_problems as draw_problems
 from toolkit.reference import keep_reference as keep_reference
 from toolkit.rollouts import sample
@@ -139,6 +139,11 @@ def evaluate(
         }
         for b in mine
     ]
+
+
+def encode(policy: Policy, texts: list[str]) -> list[list[int]]:
+    """Token ids of texts as they are, without a chat template."""
+    return encode_prompts(policy.tokenizer, [Plain(text) for text in texts], policy.vocab_size)
 
 
 def logprobs(policy: Policy, rows: list[list[int]], temperature: float) -> np.ndarray[Any, Any]:
