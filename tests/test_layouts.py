@@ -72,7 +72,13 @@ def test_every_listed_architecture_is_compared() -> None:
     assert MODEL_TYPES.keys() == TENSOR_PARALLEL.keys()
 
 
-@pytest.mark.parametrize("architecture", TENSOR_PARALLEL)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name in ("LlamaForCausalLM", "Qwen3ForCausalLM") else pytest.param(name, marks=pytest.mark.slow)
+        for name in TENSOR_PARALLEL
+    ],
+)
 def test_tensor_parallel_equals_one_rank(architecture: str, tmp_path: Path) -> None:
     model = random_model(tmp_path, MODEL_TYPES[architecture])
     with tk.launch(model=model, precision="float32") as session:

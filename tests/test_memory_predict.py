@@ -28,7 +28,10 @@ ORDERS = (False, "full", "selective", "hf")
 BUILDS = list(itertools.product(LAYOUTS, ORDERS))
 
 
-@pytest.mark.parametrize(("build", "layout", "checkpointing"), [(i, *both) for i, both in enumerate(BUILDS)])
+@pytest.mark.parametrize(
+    ("build", "layout", "checkpointing"),
+    [pytest.param(i, *both, marks=[pytest.mark.slow] if i % 4 else []) for i, both in enumerate(BUILDS)],
+)
 def test_the_prediction_is_the_measured_step(build: int, layout: dict[str, int], checkpointing: Any) -> None:
     """24 settings: 12 builds, each with two of the three output dtypes and of the three logprob modes, in turn.
 
