@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.attention import attention_name
 from toolkit.checks import check_one_of, check_whole
 from toolkit.errors import SpecError
 from toolkit.policy import LIVE_FIELDS, Policy
@@ -57,10 +58,11 @@ class Setting:
         """
         model: Any = policy.model
         before = model.config._attn_implementation  # read by every layer at every forward; there is no public getter
-        switches = self.attn_implementation != before
+        wanted = attention_name(self.attn_implementation, policy.device.type)
+        switches = wanted != before
         try:
             if switches:
-                model.set_attn_implementation(self.attn_implementation)
+                model.set_attn_implementation(wanted)
         except (ImportError, ValueError) as error:
             raise SpecError(f"attn_implementation={self.attn_implementation!r} cannot be used here: {error}") from error
         try:
