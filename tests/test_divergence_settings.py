@@ -153,6 +153,22 @@ def test_two_ranks_decode_shares_of_different_length(two_ranks: tk.Session) -> N
     assert report.metrics["max_abs_nats"] < 0.5
 
 
+def test_a_divergence_that_names_no_kernel_runs_the_sessions_own(fresh: tk.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    forward = Policy.forward
+
+    def looking(self: Policy, *args: Any, **options: Any) -> Any:
+        seen.add(self.model.config._attn_implementation)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(Policy, "forward", looking)
+    fresh.logprobs(ROWS)
+    own = set(seen)
+    fresh.divergence(token_ids=ROWS)
+    fresh.divergence(token_ids=ROWS, attn_implementation="sdpa")
+    assert seen == own
+
+
 def test_batch_size_is_the_number_of_sequences_in_a_forward(fresh: tk.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     forward = Policy.forward
@@ -173,15 +189,17 @@ def test_another_attention_kernel_is_switched_live_and_put_back(fresh: tk.Sessio
     def kernel(policy: Policy) -> str:
         return str(policy.model.config._attn_implementation)
 
+    (before,) = fresh.run(kernel)
+    assert before != "eager"
     report = fresh.divergence(
         {"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}, output_dtype="bfloat16", token_ids=ROWS
     )
     assert 1e-4 < report.metrics["mean_abs_nats"] < 0.1
     assert "another attention kernel" in report.cause
-    assert fresh.run(kernel) == ["sdpa"]
+    assert fresh.run(kernel) == [before]
     with pytest.raises(SpecError, match="attn_implementation='eager' with output_dtype='float32'"):
         fresh.divergence({"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}, token_ids=ROWS)
-    assert fresh.run(kernel) == ["sdpa"]
+    assert fresh.run(kernel) == [before]
 
 
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [

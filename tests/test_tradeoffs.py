@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -40,6 +41,10 @@ def test_the_verdict_takes_the_smallest_peak_within_the_fields_limits() -> None:
         "Of the whole grid: use float32 outputs, chunked logprobs; its peak of 900 B (measured) is 10.0% below"
     )
     assert words.endswith("1.0e-02 nats from the reference.")
+    nearer = [dataclasses.replace(r, from_float64_nats=x) for r, x in zip(rows, (0.02, 0.001, 0.2), strict=True)]
+    assert grid_verdict(pareto_front(nearer), axes).endswith(
+        "Nearest to a float64 run is float32 outputs, chunked logprobs: 1.0e-03 nats; the reference is 2.0e-02 away."
+    )
     assert "keep float32 outputs, materialized logprobs" in grid_verdict(pareto_front(rows[:1] + rows[2:]), axes)
     assert "the reference itself cannot be used" in grid_verdict(pareto_front([row(None, None), row(5, 0.1)]), axes)
 
@@ -52,6 +57,7 @@ def test_dtypes_and_modes_are_measured_in_the_session_itself(one_rank: tk.Sessio
     assert frame.loc[0, "mean_abs_nats"] == 0.0
     by = frame.set_index(["output_dtype", "logprob_mode"])
     assert 0 < by.loc[("bfloat16", "materialized"), "mean_abs_nats"] < 0.05
+    assert (by["from_float64_nats"] > 1e-3).all()
     assert by.loc[("float32", "chunked"), "mean_abs_nats"] < 1e-5
     one_rank.set_live(logprob_mode="chunked")
     direct = one_rank.memory(output_dtype="bfloat16")

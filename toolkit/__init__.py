@@ -6,7 +6,8 @@ data; a module imports only from those before it:
     checks, grpo_config -> spec -> layout -> ranks -> engines, attach -> cluster -> fsdp -> prompts -> policy -> build
          -> rollouts -> rewards -> advantages -> collect -> logprobs -> losses -> reference, gradients -> step -> checkpoint
     instruments read along the way: fsdp_watch -> ledger -> memory_report -> memory_cuda -> memory,
-         fakes -> memory_predict, mismatch -> cause -> divergence -> tradeoffs, self_check
+         fakes -> memory_predict, mismatch -> settings -> replay -> cause -> truth -> divergence,
+         raw_losses, rounding -> edge_rows -> edges, tradeoff_grid, self_check
     surface on top: worker -> live -> session -> recipes -> launching -> figures -> widgets -> magics -> notebook
 
 Importing `toolkit` imports neither torch nor transformers; the first `launch` does.

@@ -58,11 +58,11 @@ class Setting:
         """
         model: Any = policy.model
         before = model.config._attn_implementation  # read by every layer at every forward; there is no public getter
-        name = attention_name(self.attn_implementation, policy.device.type)
-        switches = name != before
+        wanted = attention_name(self.attn_implementation, policy.device.type)
+        switches = wanted != before
         try:
             if switches:
-                model.set_attn_implementation(name)
+                model.set_attn_implementation(wanted)
         except (ImportError, ValueError) as error:
             raise SpecError(f"attn_implementation={self.attn_implementation!r} cannot be used here: {error}") from error
         try:

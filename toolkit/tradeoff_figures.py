@@ -40,7 +40,7 @@ def tradeoffs_figure(report: TradeoffReport) -> go.Figure:
         predicted = row.memory_source == "predicted"
         figure.add_scatter(
             x=[row.mean_abs_nats], y=[(row.peak_bytes or 0) / size], text=[_label(report, row)],
-            mode="markers" if crowded and not row.pareto else "markers+text", textposition="middle right", showlegend=False,
+            mode="markers" if crowded and not row.pareto else "markers+text", textposition="bottom right", showlegend=False,
             marker={"color": colour, "symbol": f"{symbol}-open" if predicted else symbol, "size": 12},
             customdata=[[row.memory_source, row.divergence_source, format_bytes(row.peak_bytes or 0)]],
             hovertemplate="%{text}<br>%{x:.2e} nats (%{customdata[1]})<br>%{customdata[2]} (%{customdata[0]})",
@@ -56,7 +56,7 @@ def tradeoffs_figure(report: TradeoffReport) -> go.Figure:
         figure.add_annotation(
             text="open: predicted", x=1, y=1, xref="paper", yref="paper", showarrow=False, yanchor="bottom"
         )
-    figure.update_layout(height=460, legend={"orientation": "h", "x": 0, "y": -0.2})
+    figure.update_layout(height=480, margin_t=100, legend={"orientation": "h", "x": 0, "y": -0.2})
     return figure
 
 
@@ -70,7 +70,7 @@ def _title(report: TradeoffReport, rows: list[TradeoffRow]) -> str:
     if reference.peak_bytes is None or best.peak_bytes == reference.peak_bytes:
         return f"No setting has a lower peak than {reference.describe(report.varied)}"
     change = (best.peak_bytes or 0) / reference.peak_bytes - 1
-    return f"{_label(report, best)}: peak {change:+.1%} against {_label(report, reference)}"
+    return f"{_label(report, best)}: peak {change:+.1%}<br>against {_label(report, reference)}"
 
 
 def _bars(report: TradeoffReport, rows: list[TradeoffRow], unit: str, size: int) -> go.Figure:

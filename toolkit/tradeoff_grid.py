@@ -134,6 +134,7 @@ class _Found:
     divergence_source: str
     failure: str = ""
     is_reference: bool = False
+    from_float64_nats: float | None = None
 
 
 def _measure_cells(
@@ -153,11 +154,14 @@ def _measure_cells(
                 found[cell] = _Found(memory, how, None, f"the reference{'' if how == 'measured' else ' of its twin'}")
                 found[cell].is_reference = True
                 continue
-            divergence = session.divergence(origin, {"output_dtype": cell[0], **mode}, truth=False)
+            divergence = session.divergence(origin, {"output_dtype": cell[0], **mode})
         except (FloatingPointError, SpecError) as error:  # float16 overflows on some models: that is its verdict
             found[cell] = _Found(None, how, None, "none: it failed", str(error))
         else:
-            found[cell] = _Found(memory, how, divergence, source)
+            exact = divergence.truth.get("b_from_float64_nats")
+            found[cell] = _Found(memory, how, divergence, source, from_float64_nats=exact)
+            if reference in found:
+                found[reference].from_float64_nats = divergence.truth.get("a_from_float64_nats")
         finally:
             session.set_live(**before)
 
@@ -179,7 +183,9 @@ def _predict_cells(session: Session, cells: list[Cell], shape: dict[str, int], f
             found[cell] = _Found(reports[str(cell)], "predicted", None, why)
         else:
             why = "measured at the session's checkpointing, which repeats the same forward"
-            found[cell] = _Found(reports[str(cell)], "predicted", same.divergence, why, is_reference=same.is_reference)
+            found[cell] = dataclasses.replace(
+                same, memory=reports[str(cell)], memory_source="predicted", divergence_source=why
+            )
 
 
 def _cells(
@@ -248,6 +254,7 @@ def _row(cell: Cell, found: _Found) -> TradeoffRow:
         gradient_relative_error=metrics.get("gradient_relative_error"),
         divergence_source=found.divergence_source,
         failure=found.failure,
+        from_float64_nats=found.from_float64_nats,
     )
 
 

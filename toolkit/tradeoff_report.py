@@ -37,6 +37,8 @@ class TradeoffRow:
         failure: why the setting cannot be used at all, else empty.
         pareto: whether no other setting has less of both peak and mean |delta|, or as much of one and less of the other;
             None without a divergence.
+        from_float64_nats: mean |difference| from a float64 run of the same weights, where the divergence measured it. The
+            reference is no truth: a setting that is far from it may be the more exact one.
     """
 
     output_dtype: str
@@ -55,6 +57,7 @@ class TradeoffRow:
     divergence_source: str
     failure: str = ""
     pareto: bool | None = None
+    from_float64_nats: float | None = None
 
     def describe(self, axes: tuple[str, ...] = AXES) -> str:
         """The settings of these axes, as text."""
@@ -155,7 +158,7 @@ class TradeoffReport(Report):
         return path
 
     def _table(self) -> str:
-        head = ("setting", "peak", "memory", "mean |delta|", "divergence", "Pareto front", "failure")
+        head = ("setting", "peak", "memory", "mean |delta|", "divergence", "from float64", "Pareto front", "failure")
         lines = []
         for row in self.rows:
             cells = (
@@ -164,6 +167,7 @@ class TradeoffReport(Report):
                 row.memory_source,
                 "–" if row.mean_abs_nats is None else f"{row.mean_abs_nats:.2e} nats",
                 row.divergence_source,
+                "–" if row.from_float64_nats is None else f"{row.from_float64_nats:.2e} nats",
                 {True: "on it", False: "", None: "–"}[row.pareto],
                 row.failure,
             )
@@ -196,6 +200,14 @@ def verdict(memory: dict[str, MemoryReport], divergence: dict[str, DivergenceRep
 def grid_verdict(rows: list[TradeoffRow], axes: tuple[str, ...]) -> str:
     """The setting to use: the smallest peak among those on the front that stay within the field's limits."""
     reference = rows[0]
+    exact = [row for row in rows if row.from_float64_nats is not None]
+    nearest = min(exact, key=lambda row: row.from_float64_nats or 0.0, default=reference)
+    truth = ""
+    if nearest is not reference and reference.from_float64_nats is not None:
+        truth = (
+            f" Nearest to a float64 run is {nearest.describe(axes)}: {nearest.from_float64_nats:.1e} nats; the reference "
+            f"is {reference.from_float64_nats:.1e} away."
+        )
     known = [row for row in rows if row.peak_bytes is not None]
     on_front = [row for row in known if row.pareto and not row.over_limits]
     if reference.peak_bytes is None or not known:
@@ -203,11 +215,12 @@ def grid_verdict(rows: list[TradeoffRow], axes: tuple[str, ...]) -> str:
     best = min(on_front or known, key=lambda row: (row.peak_bytes or 0, row.mean_abs_nats or 0.0))
     change = (best.peak_bytes or 0) - reference.peak_bytes
     if best is reference or change >= 0:
-        return f"Of the whole grid: keep {reference.describe(axes)}; no other setting within the limits has a lower peak."
+        return f"Of the whole grid: keep {reference.describe(axes)}; no other within the limits has a lower peak.{truth}"
     cost = "unmeasured in nats" if best.mean_abs_nats is None else f"{best.mean_abs_nats:.1e} nats from the reference"
     return (
         f"Of the whole grid: use {best.describe(axes)}; its peak of {format_bytes(best.peak_bytes or 0)} "
-        f"({best.memory_source}) is {abs(change) / reference.peak_bytes:.1%} below {reference.describe(axes)}, {cost}."
+        f"({best.memory_source}) is {abs(change) / reference.peak_bytes:.1%} below {reference.describe(axes)}, "
+        f"{cost}.{truth}"
     )
 
 
