@@ -226,3 +226,19 @@ def test_a_tied_model_is_exported_with_its_tie(tied_model: Path, tmp_path: Path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_a_new_run_does_not_replace_an_old_ones_saves(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    with tk.launch(model=tk.tiny_policy(), checkpoint_dir=folder, **FIELDS) as session:
+        session.grpo_step(2)
+    with pytest.raises(SpecError, match=r"is not empty, and saving would replace.*tk.resume\(folder"):
+        tk.launch(model=tk.tiny_policy(), checkpoint_dir=folder, **FIELDS)
+    with tk.resume(folder, checkpoint_dir=folder) as session:
+        session.grpo_step()
+    with tk.resume(folder) as session:
+        assert len(session.history) == 3
+    with pytest.raises(SpecError, match="ranks=0"):
+        tk.resume(folder, ranks=0)
+    with pytest.raises(SpecError, match="checkpoint_dir=5 must be a folder"):
+        tk.launch(model=tk.tiny_policy(), checkpoint_dir=5)  # type: ignore[arg-type]

@@ -375,6 +375,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"overlong_buffer_penalty": 2.0}, "does nothing without overlong_buffer_length"),
     ({"overlong_buffer_length": 9}, "is more than max_new_tokens=8"),
     ({"train_global_batch_size": 100}, "does not divide the 256 sequences of a step"),
+    ({"top_k": 1}, "makes all completions of a prompt the same"),
     ({"advantage_clip_low": 0.5}, "advantage_clip_low=0.5"),
     ({"stop_properly_penalty_coef": 2.0}, "stop_properly_penalty_coef=2.0"),
     ({"overlong_filtering": 1}, "overlong_filtering=1 must be True or False"),

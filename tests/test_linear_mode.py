@@ -194,3 +194,16 @@ def test_a_model_that_scales_its_logits_is_refused_with_the_way_out(save_model: 
         assert session.spec.logprob_mode == "materialized"
         session.set_live(logprob_mode="chunked")
         session.run(loss_and_gradients)
+
+
+def test_the_samplers_plain_head_is_named_as_the_cause_in_linear_mode() -> None:
+    sampler, trainer = {"logprobs": "sampler"}, {"logprobs": "trainer"}
+    with tk.launch(
+        model=tk.tiny_policy(), num_prompts_per_step=4, num_generations_per_prompt=4, max_new_tokens=5
+    ) as session:
+        mixed = session.divergence(sampler, trainer, logprob_mode="linear")
+        assert mixed.metrics["mean_abs_nats"] > 1e-3
+        assert "the sampler takes the plain head, which rounds its logits to bfloat16" in mixed.cause
+        same = session.divergence({**sampler, "logprob_mode": "linear"}, {**sampler, "logprob_mode": "materialized"})
+        assert same.metrics["max_abs_nats"] == 0.0
+        assert "from the plain head in every logprob mode" in same.cause

@@ -156,3 +156,17 @@ def test_a_failing_rank_cell_shows_its_line_and_rank(ip: InteractiveShell, two_r
         ip.run_cell_magic("ranks", "-s other", "x = = 1")
     ip.run_cell_magic("ranks", "-s other -o kept", "x")
     assert ip.user_ns["kept"] == [1, 1]
+
+
+def test_after_ranks_were_lost_magics_say_how_to_get_them_back(ip: InteractiveShell) -> None:
+    with tk.launch(model=tk.tiny_policy(), ranks=2) as lost:
+        ip.user_ns.pop("session")
+        ip.user_ns["other"] = lost
+        lost._ranks.grace_seconds = 0.5
+        cell = "if rank == 1:\n    raise ValueError('one')\ndist.barrier()\n"
+        with pytest.raises(ToolkitError, match=r"rank 1 raised ValueError: one, and rank 0 did not return.*session.restart"):
+            ip.run_cell_magic("ranks", "", cell)
+        with pytest.raises(ToolkitError, match=r"rank 1 raised ValueError: one.*session.restart"):
+            ip.run_line_magic("grpo", "")
+        assert "nothing was lost" in lost.restart()
+        ip.run_line_magic("grpo", "1 -s other -o kept")

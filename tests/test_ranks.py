@@ -144,7 +144,8 @@ def test_a_failure_beside_a_waiting_peer_ends_the_gang_and_says_what_was_lost(ga
     gang.grace_seconds = 1.0
     started = time.monotonic()
     with pytest.raises(
-        RanksLost, match=r"rank 1 did not return after a failure.*session.restart\(\) goes back to the last save"
+        RanksLost,
+        match=r"rank 0 raised OddError: 3, and rank 1 did not return after it.*session.restart\(\)",
     ) as error:
         gang.call(fail_beside_a_collective)
     assert time.monotonic() - started < 5

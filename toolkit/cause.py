@@ -58,6 +58,8 @@ def explain(
         cause = _why_zero(policy, a, differing, metrics)
     elif differing == {"output_dtype"} and units:
         cause = _why_output_dtype(policy, a, b, units)
+    elif "logprobs" in differing and "linear" in (a.live["logprob_mode"], b.live["logprob_mode"]):
+        cause = _why_sampler_of_linear(policy, a, b)
     elif "logprob_mode" in differing and "linear" in (a.live["logprob_mode"], b.live["logprob_mode"]):
         cause = _why_linear(policy, differing)
     else:
@@ -102,6 +104,19 @@ def _why_linear(policy: Policy, differing: set[str]) -> str:
     )
 
 
+def _why_sampler_of_linear(policy: Policy, a: Setting, b: Setting) -> str:
+    trainer = a if a.logprobs == "trainer" else b
+    if trainer.live["logprob_mode"] != "linear" or policy.spec.precision == "float32":
+        return (
+            f"Cause: the sampler goes a token at a time through the KV cache: noise of {policy.spec.precision} arithmetic."
+        )
+    return (
+        f"Cause: the sampler takes the plain head, which rounds its logits to {policy.spec.precision}, whatever logprob_mode "
+        "says; the trainer's linear head keeps them in float32. That is no noise of the cache; logprob_mode='materialized' "
+        "has the same rounding on both sides."
+    )
+
+
 def _is_power_of_two(value: float) -> bool:
     return math.frexp(value)[0] == 0.5
 
@@ -130,7 +145,11 @@ def _why_zero(policy: Policy, a: Setting, differing: set[str], metrics: dict[str
             reasons.append("the logits come from a matmul in that dtype and are upcast before the softmax either way")
         if not _is_power_of_two(a.temperature):
             reasons.append(f"the temperature {a.temperature} divides after the upcast")
-    elif differing <= {"batch_size", "logprobs", "attn_implementation"}:
+    elif differing <= {"logprob_mode", "logprob_chunk_size"} and a.logprobs == "sampler":
+        reasons.append("the sampler takes the last token's logits from the plain head in every logprob mode")
+    elif differing <= {"batch_size", "logprobs", "attn_implementation", "logprob_mode", "logprob_chunk_size"} and (
+        "logprobs" in differing or not differing & {"logprob_mode", "logprob_chunk_size"}
+    ):
         reasons.append(
             f"on this device the order of sums does not depend on {' or '.join(sorted(differing))} at these sizes"
         )

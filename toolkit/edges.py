@@ -129,9 +129,10 @@ def _float16_edge(policy: Policy, batch: Batch, temperature: float) -> Edge:
     error_nats, cured_nats = (_mean(policy, (found[d] - found["float32"]).abs()) for d in ("float16", "bfloat16"))
     worst, unit = _largest(largest)
     return Edge(
-        _RANGE, "float16 outputs against float32 outputs", error_nats, "nats", "bfloat16 outputs (the range of float32)",
-        cured_nats, f"finite: the largest output, {worst:.3g} of {unit}, is {worst / DTYPES['float16'].max_value:.2%} of "
-        "65504; range is no reason against float16 on these tokens",
+        _RANGE, "float16 outputs", 0.0, "share of outputs out of range", "bfloat16 outputs (the range of float32)", 0.0,
+        f"finite: the largest output, {worst:.3g} of {unit}, is {worst / DTYPES['float16'].max_value:.2%} of 65504; range "
+        f"is no reason against float16 here (rounding moves logprobs by {error_nats:.1e} nats from float32 outputs, "
+        f"bfloat16's by {cured_nats:.1e})",
     )  # fmt: skip
 
 

@@ -113,6 +113,11 @@ class GRPOConfig:
                 "num_generations_per_prompt=1: the baseline of a group is its mean reward, so the advantage of a group "
                 "of one is always 0 and nothing would be learned. Use 2 or more."
             )
+        if self.top_k == 1:
+            raise SpecError(
+                "top_k=1 makes all completions of a prompt the same, so every advantage is 0 and nothing would be learned. "
+                "Use 2 or more, or None."
+            )
         self._check_values()
         self._check_loss()
         self._check_sampling()

@@ -86,7 +86,14 @@ def launch(
 
 
 def resume(
-    folder: str | Path, *, ranks: int | None = None, device: str | None = None, task: Any = None, **fields: Any
+    folder: str | Path,
+    *,
+    ranks: int | None = None,
+    device: str | None = None,
+    task: Any = None,
+    checkpoint_dir: str | Path | None = None,
+    save_period: int | None = None,
+    **fields: Any,
 ) -> Session:
     """Go on with a session saved by `Session.save`: its weights, moments, settings and history, on any number of ranks.
 
@@ -96,6 +103,7 @@ def resume(
         folder: what `save` or `checkpoint_dir` wrote to.
         ranks: None takes as many as were saved.
         task: the task, unless it was one of the toolkit's by name.
+        checkpoint_dir, save_period: as in `launch`; here it may be the folder itself.
         **fields: other settings to go on with, as in `launch`.
 
     Raises:
@@ -104,6 +112,7 @@ def resume(
     """
     folder = Path(folder).expanduser().absolute()
     saved = saved_session(folder)
+    autosave = _autosave(checkpoint_dir, save_period, resumed=folder)
     config = dict(saved["config"])
     if task is not None:
         config["task"] = task
@@ -112,11 +121,16 @@ def resume(
             f"resume({str(folder)!r}): the session ran a task of your own; give it again: tk.resume(..., task=...)."
         )
     session = launch(
-        PolicySpec(**saved["spec"]), ranks=ranks or saved["ranks"], device=device, config=GRPOConfig(**config), **fields
+        PolicySpec(**saved["spec"]),
+        ranks=saved["ranks"] if ranks is None else ranks,
+        device=device,
+        config=GRPOConfig(**config),
+        **fields,
     )
     try:
         from toolkit.records import StepRecord
 
+        session._autosave = autosave
         session._load(folder, [StepRecord.from_json(record) for record in saved["records"]])
     except BaseException:
         session.close()
@@ -137,12 +151,20 @@ def twin_of(session: Session, **fields: Any) -> Iterator[Session]:
             yield twin
 
 
-def _autosave(folder: str | Path | None, period: int | None) -> tuple[Path, int] | None:
+def _autosave(folder: str | Path | None, period: int | None, resumed: Path | None = None) -> tuple[Path, int] | None:
     if folder is None:
         if period is not None:
             raise SpecError(f"save_period={period} does nothing without a checkpoint_dir to save to.")
         return None
-    return Path(folder).expanduser().absolute(), check_whole("save_period", 1 if period is None else period)
+    if not isinstance(folder, str | Path):
+        raise SpecError(f"checkpoint_dir={folder!r} must be a folder.")
+    folder = Path(folder).expanduser().absolute()
+    if folder != resumed and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise SpecError(
+            f"checkpoint_dir={str(folder)!r} is not empty, and saving would replace what is in it. To go on with a session "
+            "saved there: tk.resume(folder, checkpoint_dir=folder); else take another folder, or remove this one."
+        )
+    return folder, check_whole("save_period", 1 if period is None else period)
 
 
 def _start(

@@ -144,6 +144,9 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
         found = {id(v): (k, v) for k, v in names.items() if isinstance(v, Session) and not k.startswith("_") and v.is_open}
         if len(found) == 1:
             return next(iter(found.values()))[1]
+        lost = [v._ranks.lost for v in names.values() if isinstance(v, Session) and isinstance(v._ranks.lost, RanksLost)]
+        if not found and lost:
+            raise ToolkitError(str(lost[0]))
         if not found:
             raise ToolkitError("there is no open session; make one with session = tk.launch(model=tk.tiny_policy()).")
         raise ToolkitError(

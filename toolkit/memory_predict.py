@@ -188,6 +188,10 @@ def _check(spec: PolicySpec, facts: ModelFacts, ranks: int, sequence_length: int
         raise SpecError("cpu_offload=True cannot be predicted: host and GPU memory are not told apart. Leave it at False.")
     if spec.attn_implementation == "flash_attention_2":
         raise SpecError("attn_implementation='flash_attention_2' has no fake kernels; 'sdpa' retains the same tensors.")
+    if not facts.num_heads:
+        raise SpecError(
+            f"{spec.model}: its config has no attention heads; only transformers with attention can be predicted."
+        )
     if facts.num_heads % facts.num_key_value_heads:
         raise SpecError(
             f"num_attention_heads={facts.num_heads} of {spec.model} is no multiple of its num_key_value_heads="

@@ -231,7 +231,9 @@ class Ranks:
                 deadline = time.monotonic() + self.interrupt_grace_seconds
                 self._ask_to_stop(self._num_calls)
             if time.monotonic() > deadline:
-                self._abort(f"rank {_list(pending)} did not return after {'Ctrl-C' if seen else 'a failure'}", errors)
+                self._abort(
+                    f"{_failure(errors)}rank {_list(pending)} did not return after {'Ctrl-C' if seen else 'it'}", errors
+                )
             item = self._next(pending, 0.1)
             if item is None:
                 continue
@@ -318,6 +320,14 @@ def _first_error(errors: dict[int, Message]) -> BaseException:
     error.rank = rank  # type: ignore[attr-defined]
     error.add_note(f"raised on rank {rank}:\n{errors[rank][1]}")
     return error
+
+
+def _failure(errors: dict[int, Message]) -> str:
+    """Who raised what, to begin a sentence with; nothing if nobody did."""
+    if not errors:
+        return ""
+    error = _first_error(errors)
+    return f"rank {error.rank} raised {type(error).__name__}: {error}, and "  # type: ignore[attr-defined]
 
 
 def _list(ranks: set[int]) -> str:
