@@ -111,7 +111,7 @@ def _why_sampler_of_linear(policy: Policy, a: Setting, b: Setting) -> str:
             f"Cause: the sampler goes a token at a time through the KV cache: noise of {policy.spec.precision} arithmetic."
         )
     return (
-        f"Cause: the sampler takes the plain head, which rounds its logits to {policy.spec.precision}, whatever logprob_mode "
+        f"Cause: the sampler takes the plain head, rounding its logits to {policy.spec.precision}, whatever logprob_mode "
         "says; the trainer's linear head keeps them in float32. That is no noise of the cache; logprob_mode='materialized' "
         "has the same rounding on both sides."
     )
