@@ -16,13 +16,14 @@ from toolkit import fsdp
 from toolkit.cause import _why_other
 from toolkit.errors import SpecError
 from toolkit.gradient_effects import _error, _group
+from toolkit.gradients import clip_gradients
 from toolkit.policy import LIVE_FIELDS, Policy, set_optimizer
 from toolkit.prompts import make_batch
 from toolkit.replay import score_tokens
 from toolkit.rollouts import sample
 from toolkit.settings import OTHER_FIELDS, Setting
 from toolkit.spec import GRPOConfig, PolicySpec
-from toolkit.step import TrainingBatch, clip_gradients, forward_backward, score
+from toolkit.step import TrainingBatch, forward_backward, score
 
 ROWS = [[1, 5, 14, 6, 40, 7, 8, 2], [1, 7, 14, 13, 5, 40, 11, 2], [1, 20, 30, 2]]
 

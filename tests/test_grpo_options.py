@@ -10,8 +10,9 @@ import torch
 
 import toolkit as tk
 from toolkit.collect import collect
+from toolkit.dtensors import local_shard
 from toolkit.errors import SpecError
-from toolkit.policy import Policy, local_shard
+from toolkit.policy import Policy
 from toolkit.reference import reference_weights
 from toolkit.step import score, split_updates, training_batch
 

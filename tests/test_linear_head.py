@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toolkit as tk
+from tests.allocations import allocations
 from toolkit import linear_head as module
 from toolkit.errors import SpecError
 from toolkit.linear_head import linear_logprobs
@@ -313,21 +314,9 @@ def test_no_tensor_of_the_logits_size_is_ever_made_and_nothing_of_it_is_saved(dt
 def peak_bytes(rows: int, hidden: int, vocab: int) -> int:
     """Most bytes of the CPU allocator during forward and backward, beyond the inputs and the two gradients."""
     problem = Problem(torch.bfloat16, rows, hidden, vocab)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    with allocations() as found:
         problem.ours()[0].sum().backward()
-    live = peak = 0
-    stack, events = list(profile.profiler.kineto_results.experimental_event_tree()), []
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        if "ALLOCATION" in str(event.tag).upper():
-            events.append((event.start_time_ns, event.extra_fields.alloc_size))
-    assert events
-    for _, size in sorted(events):
-        live += size
-        peak = max(peak, live)
-    return peak - 2 * (rows + vocab) * hidden
+    return found.peak_bytes - 2 * (rows + vocab) * hidden
 
 
 def test_memory_does_not_grow_with_the_number_of_tokens() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import toolkit as tk
+from tests.allocations import allocations
 from toolkit.ledger import CATEGORIES
 from toolkit.memory import MemoryReport, _put_back, made_up, train
 from toolkit.policy import Policy
@@ -26,29 +27,9 @@ def allocator_peak(policy: Policy, config: GRPOConfig, shape: tuple[int, int]) -
     training = made_up(policy, config, *shape)
     with _put_back(policy):
         train(policy, config, training, 0)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        with allocations() as found:
             train(policy, config, training, 0)
-    live = peak = 0
-    events = [
-        (event.start_time_ns, event.extra_fields.alloc_size)
-        for event in _flatten(profile.profiler.kineto_results.experimental_event_tree())
-        if "ALLOCATION" in str(event.tag).upper()
-    ]
-    assert events
-    for _, size in sorted(events, key=lambda e: e[0]):
-        live += size
-        peak = max(peak, live)
-    return peak
-
-
-def _flatten(events: list[Any]) -> list[Any]:
-    found, stack = [], list(events)
-    while stack:
-        event = stack.pop()
-        found.append(event)
-        stack.extend(event.children)
-    return found
+    return found.peak_bytes
 
 
 @pytest.mark.parametrize(("ranks", "tensor_parallel_size"), [(1, 1), (2, 1), (2, 2)])

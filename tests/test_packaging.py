@@ -80,6 +80,7 @@ def test_importing_the_toolkit_and_its_extension_imports_neither_torch_nor_trans
     code = (
         "import sys, toolkit as tk\n"
         "tk.dtype_picker; tk.launch; tk.PolicySpec(model='m'); tk.GRPOConfig(); tk.tiny_policy(); tk.load_recipe\n"
+        "tk.predict_memory\n"
         "import toolkit.magics\n"
         "heavy = {'torch', 'transformers', 'nemo_automodel', 'pandas', 'plotly'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

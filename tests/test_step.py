@@ -13,25 +13,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import toolkit as tk
-from toolkit.collect import Graded
+from toolkit.collect import Graded, grade_together, sample_step
 from toolkit.errors import SpecError
+from toolkit.gradients import clip_gradients
 from toolkit.policy import Policy
 from toolkit.prompts import make_batch
 from toolkit.ranks import set_stop
 from toolkit.records import StepRecords
 from toolkit.rollouts import Rollouts
 from toolkit.spec import GRPOConfig
-from toolkit.step import (
-    TrainingBatch,
-    _reduce_metrics,
-    clip_gradients,
-    forward_backward,
-    grade_together,
-    grpo_step,
-    sample_step,
-    score,
-    training_batch,
-)
+from toolkit.step import TrainingBatch, _reduce_metrics, forward_backward, grpo_step, score, training_batch
 
 from .faults import fault
 

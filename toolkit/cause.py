@@ -6,11 +6,11 @@ Shapes: _B sequences, _T tokens.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 
 from toolkit import fsdp
+from toolkit.checks import is_power_of_two
 from toolkit.policy import Policy
 from toolkit.replay import score_tokens
 from toolkit.settings import Setting
@@ -66,7 +66,7 @@ def explain(
         cause = _why_other(policy, differing)
         if gradient:
             cause += f" (Gradients compared are those of the {gradient}.)"
-    if differing == {"output_dtype"} and a.live["temperature_order"] == "before_upcast" and _is_power_of_two(a.temperature):
+    if differing == {"output_dtype"} and a.live["temperature_order"] == "before_upcast" and is_power_of_two(a.temperature):
         cause += f" (The order of the temperature plays no part: dividing by {a.temperature}, a power of two, is exact.)"
     return cause
 
@@ -107,9 +107,7 @@ def _why_linear(policy: Policy, differing: set[str]) -> str:
 def _why_sampler_of_linear(policy: Policy, a: Setting, b: Setting) -> str:
     trainer = a if a.logprobs == "trainer" else b
     if trainer.live["logprob_mode"] != "linear" or policy.spec.precision == "float32":
-        return (
-            f"Cause: the sampler goes a token at a time through the KV cache: noise of {policy.spec.precision} arithmetic."
-        )
+        return _why_other(policy, {"logprobs"})
     return (
         f"Cause: the sampler takes the plain head, rounding its logits to {policy.spec.precision}, whatever logprob_mode "
         "says; the trainer's linear head keeps them in float32. That is no noise of the cache; logprob_mode='materialized' "
@@ -117,15 +115,12 @@ def _why_sampler_of_linear(policy: Policy, a: Setting, b: Setting) -> str:
     )
 
 
-def _is_power_of_two(value: float) -> bool:
-    return math.frexp(value)[0] == 0.5
-
-
 def _why_zero(policy: Policy, a: Setting, differing: set[str], metrics: dict[str, float]) -> str:
     if not differing:
         return "Zero because both sides are the same setting, and a forward repeats bit for bit."
     spec = policy.spec
     reasons = []
+    modes, routes = {"logprob_mode", "logprob_chunk_size"}, {"batch_size", "logprobs", "attn_implementation"}
     seeing = fsdp.root_parameters(policy.model)
     if differing == {"output_dtype"} and seeing:
         return (
@@ -143,18 +138,16 @@ def _why_zero(policy: Policy, a: Setting, differing: set[str], metrics: dict[str
             reasons.append("linear mode makes float32 logits of them, and the root returns its logprobs in float32")
         else:
             reasons.append("the logits come from a matmul in that dtype and are upcast before the softmax either way")
-        if not _is_power_of_two(a.temperature):
+        if not is_power_of_two(a.temperature):
             reasons.append(f"the temperature {a.temperature} divides after the upcast")
-    elif differing <= {"logprob_mode", "logprob_chunk_size"} and a.logprobs == "sampler":
-        reasons.append("the sampler takes the last token's logits from the plain head in every logprob mode")
-    elif differing <= {"batch_size", "logprobs", "attn_implementation", "logprob_mode", "logprob_chunk_size"} and (
-        "logprobs" in differing or not differing & {"logprob_mode", "logprob_chunk_size"}
-    ):
+    elif differing <= modes:
+        in_each_mode = "the sampler takes the last token's logits from the plain head in every logprob mode"
+        fewer_rows = "the chunked logprobs compute the same float32 sums, only fewer rows at a time"
+        reasons.append(in_each_mode if a.logprobs == "sampler" else fewer_rows)
+    elif differing <= routes or ("logprobs" in differing and differing <= routes | modes):
         reasons.append(
             f"on this device the order of sums does not depend on {' or '.join(sorted(differing))} at these sizes"
         )
-    elif differing <= {"logprob_mode", "logprob_chunk_size"}:
-        reasons.append("the chunked logprobs compute the same float32 sums, only fewer rows at a time")
     elif differing == {"temperature_order"}:
         reasons.append(
             f"{a.live['output_dtype']} logits divided by {a.temperature} give the same bits before and after the upcast"
@@ -171,7 +164,7 @@ def _why_output_dtype(policy: Policy, a: Setting, b: Setting, units: dict[str, f
     worst = max(units, key=lambda name: units[name])
     total = sum(units.values())
     dtypes = {a.live["output_dtype"], b.live["output_dtype"]}
-    divides_early = a.live["temperature_order"] == "before_upcast" and not _is_power_of_two(a.temperature)
+    divides_early = a.live["temperature_order"] == "before_upcast" and not is_power_of_two(a.temperature)
     if not total:
         return "Cause: no unit's output dtype makes it alone; it takes two of them together."
     if worst == fsdp.ROOT and divides_early:

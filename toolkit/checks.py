@@ -30,6 +30,11 @@ def check_whole(field: str, value: Any, minimum: int = 1, maximum: float = math.
     return int(value)
 
 
+def is_power_of_two(value: float) -> bool:
+    """Whether dividing by `value` only changes exponents, so that no bit of any floating dtype is lost."""
+    return math.frexp(value)[0] == 0.5
+
+
 def check_temperature(value: Any) -> float:
     """Return a temperature as a float; raise a SpecError outside of [1e-3, 1e3].
 

@@ -15,23 +15,18 @@ import torch
 import torch.distributed as dist
 
 from toolkit.cause import by_unit, explain
+from toolkit.collect import grade_together, sample_step
 from toolkit.divergence_report import DivergenceReport
 from toolkit.errors import SpecError
 from toolkit.gradient_effects import Shards, compare_gradients
+from toolkit.gradients import shard_and_copies
 from toolkit.mismatch import mismatch_sums
 from toolkit.policy import Policy
 from toolkit.prompts import Batch, Reward, make_batch
 from toolkit.replay import Scored, score_tokens
 from toolkit.settings import Setting, resolve_settings
 from toolkit.spec import GRPOConfig
-from toolkit.step import (
-    TrainingBatch,
-    forward_backward,
-    grade_together,
-    sample_step,
-    shard_and_copies,
-    training_batch,
-)
+from toolkit.step import TrainingBatch, forward_backward, training_batch
 from toolkit.truth import CHEAP_PARAMETERS, exact_logprobs
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ A causal model has no reward head, so the losses on raw outputs take its logit o
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from toolkit.checks import is_power_of_two
 from toolkit.edge_report import MADE_UP, Edge, unmeasured
 from toolkit.logprobs import token_logprobs
 from toolkit.raw_losses import preference_accuracy, preference_loss, value_loss
@@ -169,7 +169,7 @@ def temperature_edges(rows: HeadRows, own: float) -> Iterator[Edge]:
 
 
 def _why_order(temperature: float) -> str:
-    if math.frexp(temperature)[0] == 0.5:
+    if is_power_of_two(temperature):
         return "exactly 0: dividing by a power of two only changes exponents"
     return "z/T is rounded to 8 bits; how much that is depends on the logits' spread and offset"
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from toolkit import fsdp
+from toolkit.collect import sample_step
+from toolkit.dtensors import whole
 from toolkit.edge_report import Edge, EdgeReport, unmeasured
 from toolkit.edge_rows import NAMES, HeadRows, head_edges, raw_loss_edges, temperature_edges
 from toolkit.errors import SpecError
@@ -21,7 +22,6 @@ from toolkit.logprobs import forward_logprobs
 from toolkit.policy import Policy, check_finite
 from toolkit.prompts import Batch
 from toolkit.spec import DTYPES, GRPOConfig
-from toolkit.step import sample_step
 
 #: Scored tokens whose logits are looked at, over all ranks: in float64, rows of a large vocabulary are megabytes each.
 MAX_ROWS = 64
@@ -71,20 +71,20 @@ def _head_rows(policy: Policy, batch: Batch) -> HeadRows:
     seen: dict[str, torch.Tensor] = {}
 
     def keep(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        seen["hidden"], seen["output"] = _whole(args[0]), _whole(output)
+        seen["hidden"], seen["output"] = whole(args[0]), whole(output)
 
     policy.model.eval()
     with policy.temporarily(output_dtype="bfloat16"):
         handle = head.register_forward_hook(keep)
         try:
             with policy.autocast():
-                logits_BTV = _whole(policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits)
+                logits_BTV = whole(policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits)
         finally:
             handle.remove()
         fsdp.reshard(policy.model)
         check_finite(policy, logits_BTV.float().logsumexp(-1), batch, "measuring the edges")
-    weight_VH = _whole(head.weight.detach()).float().cpu()
-    bias_V = None if head.bias is None else _whole(head.bias.detach()).float().cpu()
+    weight_VH = whole(head.weight.detach()).float().cpu()
+    bias_V = None if head.bias is None else whole(head.bias.detach()).float().cpu()
     share = -(-MAX_ROWS // policy.data_size)
     places = batch.token_mask_BT[:, 1:].nonzero()[:share]
     at = (places[:, 0], places[:, 1])
@@ -96,10 +96,6 @@ def _head_rows(policy: Policy, batch: Batch) -> HeadRows:
     parts = zip(*(part for part in gathered if part is not None), strict=True)
     hidden_NH, logits_NV, output_NV, targets_N = (torch.cat(part) for part in parts)
     return HeadRows(hidden_NH, logits_NV, weight_VH, bias_V, targets_N, transformed=not torch.equal(output_NV, logits_NV))
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

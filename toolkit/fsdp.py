@@ -24,8 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 # Private: the state FSDP2 hangs on a module. There is no public way to read or change a policy.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor
 
+from toolkit.dtensors import local_shard
 from toolkit.spec import PolicySpec, torch_dtype
 
 ROOT = "(root)"
@@ -207,7 +207,7 @@ def largest_outputs(model: nn.Module, forward: Callable[[], Any]) -> dict[str, f
     def look(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             leaves = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-            local = [t.to_local() if isinstance(t, DTensor) else t for t in leaves if t.is_floating_point()]
+            local = [local_shard(t) for t in leaves if t.is_floating_point()]
             maxima = [float(t.abs().max()) for t in local if t.numel()]
             found[name] = math.nan if any(map(math.isnan, maxima)) else max(maxima, default=0.0)
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from toolkit.policy import Policy, local_shard
+from toolkit.dtensors import local_shard
+from toolkit.policy import Policy
 from toolkit.spec import GRPOConfig
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from toolkit.dtensors import whole
 from toolkit.policy import Policy, by_mesh
 
 
@@ -54,5 +55,4 @@ def shard_and_copies(grad: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _not_finite(grad: torch.Tensor) -> bool:
-    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return not bool(torch.isfinite(whole).all())
+    return not bool(torch.isfinite(whole(grad)).all())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.attach import attached, device_on
+from toolkit.checks import check_whole
 from toolkit.cluster import ClusterRanks
 from toolkit.engines import KernelRanks, LocalRanks, local_ranks_warm_up
 from toolkit.errors import SpecError
@@ -23,7 +24,7 @@ from toolkit.progress import Bars
 from toolkit.ranks import Ranks
 from toolkit.recipes import Recipe, launch_parts
 from toolkit.session import Session
-from toolkit.spec import GRPOConfig, PolicySpec, check_whole, split_fields
+from toolkit.spec import GRPOConfig, PolicySpec, split_fields
 
 
 def launch(

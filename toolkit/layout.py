@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.checks import check_whole, is_power_of_two
 from toolkit.errors import SpecError
-from toolkit.spec import GRPOConfig, PolicySpec, check_whole
+from toolkit.spec import GRPOConfig, PolicySpec
 
 #: Architectures whose loss and gradients under tensor parallelism were compared with one rank's (tests/test_layouts.py),
 #: and whether AutoModel's plan for them shards the sequence too. Others may run and be silently wrong: a fused
@@ -281,7 +282,7 @@ def check_temperature_order(spec: PolicySpec, temperature: float) -> None:
     Raises:
         SpecError: with a temperature at which the order matters.
     """
-    if spec.temperature_order == "before_upcast" and math.frexp(temperature)[0] == 0.5:
+    if spec.temperature_order == "before_upcast" and is_power_of_two(temperature):
         raise SpecError(
             f"temperature_order='before_upcast' changes nothing at temperature={temperature}: dividing by a power of two is "
             "exact in any floating dtype. Set another temperature, e.g. 0.7, or leave the order at 'after_upcast'."

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from toolkit.dtensors import local_shard, whole
 from toolkit.errors import SpecError
 from toolkit.linear_head import IGNORED, linear_logprobs
 
@@ -59,9 +60,9 @@ def linear_forward(
 
     def read_out(hidden_BTH: torch.Tensor) -> torch.Tensor:
         # The root unit casts nothing between the last layer and a head it owns; autocast would round its input too.
-        hidden_BTH = _local(hidden_BTH).to(head.weight.dtype)
+        hidden_BTH = local_shard(hidden_BTH).to(head.weight.dtype)
         if look is not None:
-            look(hidden_BTH, _whole(head.weight), None if head.bias is None else _whole(head.bias))
+            look(hidden_BTH, whole(head.weight.detach()), None if head.bias is None else whole(head.bias.detach()))
         return _read_out(head, hidden_BTH, targets_BT, temperature, softcap)
 
     def forward(**inputs: Any) -> torch.Tensor:
@@ -85,7 +86,7 @@ def final_softcap(model: nn.Module) -> float | None:
 def _read_out(
     head: nn.Linear, hidden_BTH: torch.Tensor, targets_BT: torch.Tensor, temperature: float, softcap: float | None
 ) -> torch.Tensor:
-    weight, bias = _local(head.weight), None if head.bias is None else _local(head.bias)
+    weight, bias = local_shard(head.weight), None if head.bias is None else local_shard(head.bias)
     mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) else None
     logprobs_BT = linear_logprobs(
         hidden_BTH, weight, targets_BT, bias=bias, temperature=temperature, softcap=softcap,
@@ -99,18 +100,9 @@ def _read_out(
     return DTensor.from_local(logprobs_BT.unsqueeze(-1), mesh, [Shard(-1)], run_check=False)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach()
-    return values.full_tensor() if isinstance(values, DTensor) else values
-
-
 def _my_copy(logprobs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """This rank's [B, T] of [B, T, 1] or, where a tensor-parallel hook gathered all ranks', of [B, T, ranks]."""
-    local = _local(logprobs)
+    local = local_shard(logprobs)
     copy = weight.device_mesh.get_local_rank() if local.shape[-1] > 1 and isinstance(weight, DTensor) else 0
     return local[..., copy]
 

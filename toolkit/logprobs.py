@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from toolkit.checks import check_temperature, check_whole
 from toolkit.errors import SpecError
 from toolkit.policy import Policy
 from toolkit.prompts import Batch, pack, unpack
-from toolkit.spec import PolicySpec, TemperatureOrder, check_temperature, check_whole
+from toolkit.spec import PolicySpec, TemperatureOrder
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 

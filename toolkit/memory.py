@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from toolkit import fsdp
+from toolkit.collect import grade_together, sample_step
+from toolkit.dtensors import local_shard
+from toolkit.gradients import clip_gradients
 from toolkit.ledger import Ledger
 from toolkit.logprobs import Phase, no_phase
 from toolkit.memory_cuda import allocator_beside
@@ -25,14 +27,7 @@ from toolkit.memory_report import report_of
 from toolkit.policy import Policy, set_optimizer
 from toolkit.prompts import Reward, make_batch
 from toolkit.spec import GRPOConfig, dtype_name
-from toolkit.step import (
-    TrainingBatch,
-    clip_gradients,
-    forward_backward,
-    grade_together,
-    sample_step,
-    training_batch,
-)
+from toolkit.step import TrainingBatch, forward_backward, training_batch
 
 _CHECKED = {
     "cpu": "the CPU allocator's own log: within 1 %; where gloo copies what it sends, 2 % on several ranks and 5 % under TP",
@@ -115,8 +110,8 @@ def train(policy: Policy, config: GRPOConfig, training: TrainingBatch, step: int
 @contextlib.contextmanager
 def _put_back(policy: Policy) -> Iterator[None]:
     """Restore parameters and optimizer state afterwards, bit for bit; the copies live outside the ledger, on the CPU."""
-    params = [(p, _local(p).cpu().clone()) for p in policy.model.parameters()]
-    state = {p: {k: _local(v).cpu().clone() for k, v in s.items()} for p, s in policy.optimizer.state.items()}
+    params = [(p, local_shard(p.detach()).cpu().clone()) for p in policy.model.parameters()]
+    state = {p: {k: local_shard(v).cpu().clone() for k, v in s.items()} for p, s in policy.optimizer.state.items()}
     try:
         yield
     finally:
@@ -124,17 +119,12 @@ def _put_back(policy: Policy) -> Iterator[None]:
         fsdp.reshard(policy.model)
         with torch.no_grad():
             for param, value in params:
-                _local(param).copy_(value)
+                local_shard(param.detach()).copy_(value)
             for key, before in state.items():
                 for name, value in before.items():
-                    _local(policy.optimizer.state[key][name]).copy_(value)
+                    local_shard(policy.optimizer.state[key][name]).copy_(value)
         if not state:
             policy.optimizer.state.clear()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    data = tensor.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
 
 
 def record(policy: Policy, config: GRPOConfig, training: TrainingBatch, step: int, kernels: str | None = None) -> Ledger:
@@ -142,9 +132,9 @@ def record(policy: Policy, config: GRPOConfig, training: TrainingBatch, step: in
     vocab_sizes = {policy.vocab_size, policy.vocab_size // policy.tensor_size}
     ledger = Ledger(policy.model, vocab_sizes, kernels or policy.device.type)
     with ledger:
-        ledger.label(map(_local, policy.model.parameters()), "parameter")
+        ledger.label((local_shard(p.detach()) for p in policy.model.parameters()), "parameter")
         ledger.label(policy.model.buffers(), "parameter")
-        ledger.label((_local(v) for s in policy.optimizer.state.values() for v in s.values()), "optimizer")
+        ledger.label((local_shard(v) for s in policy.optimizer.state.values() for v in s.values()), "optimizer")
         batch = training.batch
         inputs = [batch.ids_BT, batch.mask_BT, batch.positions_BT, batch.token_mask_BT]
         ledger.label([*inputs, training.advantages_B, *training.logprobs], "input")

@@ -12,28 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.attention import attention_name
+from toolkit.checks import check_whole
 from toolkit.engines import LocalRanks
 from toolkit.errors import SpecError
+from toolkit.grpo_config import MEMORY_FIELDS
 from toolkit.layout import ModelFacts, check_layout, check_length, facts_of, read_config
 from toolkit.models import known_models
 from toolkit.progress import Bars
-from toolkit.spec import GRPOConfig, PolicySpec, check_whole, split_fields
+from toolkit.spec import GRPOConfig, PolicySpec, split_fields
 
 if TYPE_CHECKING:
     from toolkit.memory_report import MemoryReport
     from toolkit.policy import Policy
 
-#: What of a GRPO step changes which tensors live; the rest would do nothing here.
-_MATTERS = (
-    "temperature",
-    "max_grad_norm",
-    "ratio_clip_c",
-    "token_level_loss",
-    "force_on_policy_ratio",
-    "use_importance_sampling_correction",
-    "reference_policy_kl_penalty",
-)
 _CHECKED = {
     "cpu": "24 measured steps on CPU ranks: within 0.5 % (2 % under tensor parallelism over gloo); uncalibrated for CUDA",
     "cuda": "uncalibrated for CUDA, as no GPU run is recorded; tensors only: add the CUDA context, NCCL and fragmentation",
@@ -121,7 +112,7 @@ def _job(
     name, config = _resolve(model)
     facts = facts_of(name, config)
     policy_fields, grpo_fields = split_fields(spec_fields)
-    idle = [field for field in grpo_fields if field not in _MATTERS]
+    idle = [field for field in grpo_fields if field not in MEMORY_FIELDS]
     if idle:
         raise SpecError(f"{idle[0]!r} plays no part in the memory of a training step; leave it out of predict_memory.")
     spec = PolicySpec(model=name, tensor_parallel_size=tensor_parallel_size, **policy_fields)
@@ -239,6 +230,7 @@ def _build(spec: PolicySpec, config: dict[str, Any], setup: Any) -> Policy:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from toolkit import fsdp
+    from toolkit.attention import attention_name
     from toolkit.build import assemble, named_failure, without_dropout
     from toolkit.ranks import report_progress, stop_requested
 

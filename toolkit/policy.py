@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import fsdp
+from toolkit.dtensors import whole
 from toolkit.errors import PeerFailed, SpecError
 from toolkit.layout import check_output_dtype
 from toolkit.linear_forward import linear_forward
@@ -201,18 +202,13 @@ def _check_packing(policy: Policy) -> None:
     positions_BT = torch.arange(length, device=policy.device).repeat(2)[None]
     with policy.autocast():
         rows = [torch.cat([first, second])[None] for first in (second, second.flip(0))]
-        after = [_whole_logits(policy.forward(ids_BT, None, positions_BT))[:, length:] for ids_BT in rows]
+        after = [whole(policy.forward(ids_BT, None, positions_BT).logits)[:, length:] for ids_BT in rows]
     fsdp.reshard(policy.model)
     if not torch.equal(*after):
         raise SpecError(
             f"sequence_packing=True: {policy.spec.model} lets packed sequences see each other (it does not take new "
             "positions for a new sequence). Use sequence_packing=False."
         )
-
-
-def _whole_logits(output: Any) -> torch.Tensor:
-    logits: torch.Tensor = output.logits
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 @torch.no_grad()
@@ -229,7 +225,7 @@ def _check_linear(policy: Policy) -> None:
     ones_BT = torch.ones_like(ids_BT)
     batch = Batch(ids_BT, ones_BT, torch.arange(width, device=policy.device)[None], ones_BT.float())
     with policy.autocast():
-        logits_BTV = _whole_logits(policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT))[:, :-1].double()
+        logits_BTV = whole(policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits)[:, :-1].double()
         found_BT = policy.forward_logprobs(batch, batch.mask_BT, 1.0)
     fsdp.reshard(policy.model)
     expected_BT = logits_BTV.log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[..., 0]
@@ -295,11 +291,6 @@ def warmup_factor(config: GRPOConfig, step: int) -> float:
     if step >= steps:
         return 1.0
     return (step + 1) / steps if start is None else start + (1 - start) * step / steps
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

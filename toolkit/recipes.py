@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checks import check_whole
 from toolkit.errors import SpecError
 from toolkit.recipe_keys import WHOLE
 from toolkit.recipe_mapping import GRPO_FIELDS, SPEC_FIELDS, RecipeKey, map_keys, written_keys
 from toolkit.records import Report
-from toolkit.spec import GRPOConfig, PolicySpec, check_whole
+from toolkit.spec import GRPOConfig, PolicySpec
 
 if TYPE_CHECKING:
     import pandas as pd

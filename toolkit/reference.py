@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from toolkit import fsdp
-from toolkit.policy import Policy, local_shard
+from toolkit.dtensors import local_shard
+from toolkit.policy import Policy
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from toolkit import fsdp
+from toolkit.dtensors import whole
 from toolkit.logprobs import forward_logprobs, token_logprobs
 from toolkit.policy import Policy, check_finite
 from toolkit.prompts import Batch
@@ -58,7 +58,7 @@ def _prefill(
     argmax_BT, rank_BT = torch.zeros_like(batch.ids_BT[:, 1:]), torch.zeros_like(batch.ids_BT[:, 1:])
     if ranks:
         with policy.autocast():
-            logits_BTV = _whole(policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits)
+            logits_BTV = whole(policy.forward(batch.ids_BT, batch.mask_BT, batch.positions_BT).logits)
         for row, (logits_TV, ids_T) in enumerate(zip(logits_BTV, batch.ids_BT, strict=True)):  # [T, V] of flags at a time
             argmax_BT[row], rank_BT[row] = _places(logits_TV[:-1], ids_T[1:])
         del logits_BTV
@@ -89,7 +89,7 @@ def _decoded_logits(policy: Policy, batch: Batch) -> Iterator[tuple[int, torch.T
                 use_cache=True, past_key_values=cache, logits_to_keep=1,
             )  # fmt: skip
         cache, start = output.past_key_values, column
-        yield column, _whole(output.logits[:, -1])
+        yield column, whole(output.logits[:, -1])
     policy.progress("decoding", width - first, width - first)
 
 
@@ -97,7 +97,3 @@ def _places(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Ten
     """The most likely token of each row, and the rank of its target."""
     own_N1 = logits_NV.gather(-1, targets_N.unsqueeze(-1))
     return logits_NV.argmax(-1), 1 + (logits_NV > own_N1).sum(-1)
-
-
-def _whole(logits: torch.Tensor) -> torch.Tensor:
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits

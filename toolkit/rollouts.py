@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from toolkit import fsdp
+from toolkit.dtensors import whole
 from toolkit.errors import SpecError
 from toolkit.logprobs import token_logprobs
 from toolkit.policy import Policy, check_finite
@@ -131,7 +131,7 @@ def _decode(
         with policy.autocast():
             output = policy.forward(ids_BT, mask_BT, positions_BT, use_cache=True, past_key_values=cache, logits_to_keep=1)
         cache = output.past_key_values
-        logits_BV = _whole(output.logits[:, -1])
+        logits_BV = whole(output.logits[:, -1])
         check_finite(policy, logits_BV.float().logsumexp(-1), prompts, "sampling")
         scaled_BV = logits_BV.float() / temperature
         for warper in warpers:
@@ -168,10 +168,6 @@ def _check_lengths(
                 f"the prompt {shown!r} has {len(ids)} tokens; with max_new_tokens={max_new_tokens} that is more than the "
                 f"{limit} positions this model is made for (max_position_embeddings of its config)."
             )
-
-
-def _whole(logits: torch.Tensor) -> torch.Tensor:
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 def _invert(scaled_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:

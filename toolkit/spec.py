@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from toolkit.checks import check_flag, check_one_of
-from toolkit.checks import check_temperature as check_temperature
-from toolkit.checks import check_whole as check_whole
+from toolkit.checks import check_flag, check_one_of, check_whole
 from toolkit.errors import SpecError
 from toolkit.grpo_config import GRPOConfig as GRPOConfig
 

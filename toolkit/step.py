@@ -22,10 +22,7 @@ import torch.distributed as dist
 from toolkit import fsdp
 from toolkit.advantages import group_advantages
 from toolkit.collect import Graded, collect
-from toolkit.collect import grade_together as grade_together
-from toolkit.collect import sample_step as sample_step
-from toolkit.gradients import clip_gradients as clip_gradients
-from toolkit.gradients import shard_and_copies as shard_and_copies
+from toolkit.gradients import clip_gradients
 from toolkit.logprobs import Phase, forward_logprobs, no_phase
 from toolkit.losses import clipped_policy_gradient
 from toolkit.mismatch import mismatch_sums

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import SpecError
+from toolkit.grpo_config import MEMORY_FIELDS
 from toolkit.layout import facts_of, read_config
-from toolkit.spec import PolicySpec, dtype_name, split_fields
+from toolkit.spec import DTYPES, PolicySpec, dtype_name, split_fields
 from toolkit.tradeoff_report import AXES, TradeoffReport, TradeoffRow, grid_verdict, pareto_front, verdict
 
 if TYPE_CHECKING:
@@ -18,12 +19,6 @@ if TYPE_CHECKING:
     from toolkit.memory_report import MemoryReport
     from toolkit.session import Session
 
-DTYPES = ("float32", "bfloat16", "float16")
-#: Fields of a GRPOConfig on which the memory of a training step depends.
-_CONFIG_FIELDS = (
-    "temperature", "max_grad_norm", "ratio_clip_c", "token_level_loss", "force_on_policy_ratio",
-    "use_importance_sampling_correction", "reference_policy_kl_penalty",
-)  # fmt: skip
 _LONGEST = 4096  # tokens, where nobody says a length
 Cell = tuple[str, str | bool, str, int]  # in the order of AXES
 
@@ -34,7 +29,7 @@ def tradeoffs(
     ranks: int = 1,
     sequence_length: int | None = None,
     micro_batch_size: int = 1,
-    dtypes: Iterable[str] = DTYPES,
+    dtypes: Iterable[str] = tuple(DTYPES),
     checkpointing: Iterable[str | bool] | None = None,
     logprob_modes: Iterable[str] | None = None,
     tensor_parallel_sizes: Iterable[int] | None = None,
@@ -170,7 +165,7 @@ def _predict_cells(session: Session, cells: list[Cell], shape: dict[str, int], f
     """Memory from fake tensors; the divergence of the same dtype and mode where parallelism is the session's own."""
     from toolkit.memory_predict import predict_settings
 
-    config = {name: getattr(session.config, name) for name in _CONFIG_FIELDS}
+    config = {name: getattr(session.config, name) for name in MEMORY_FIELDS}
     reports = predict_settings(
         {str(cell): _fields(session.spec, cell) for cell in cells},
         model=str(session.spec.model), ranks=session.num_ranks, sequence_length=shape["sequence_length"],

@@ -1,7 +1,7 @@
 """Time, memory and error of token logprobs with gradient, ours and the peers', against the matmul limit of the same run.
 
-    python tests/benchmarks/logprobs.py --rows 2048 --hidden 512 --vocab 32768 --json small.json
-    python tests/benchmarks/logprobs.py --growth
+    python -m tests.benchmarks.logprobs --rows 2048 --hidden 512 --vocab 32768 --json small.json
+    python -m tests.benchmarks.logprobs --growth
 
 The task: logprobs [N] of `softmax(hidden @ weight.T / 0.7)`, bfloat16 operands, a random gradient for each token, gradients
 of hidden and weight. The limit: the four matrix products that any form which recomputes its logits has to make (8*N*H*V
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from tests.allocations import allocations
 from toolkit.linear_head import linear_logprobs
 from toolkit.logprobs import token_logprobs
 
@@ -174,20 +175,9 @@ class Task:
     def extra_bytes(self, call: Logprobs) -> tuple[torch.Tensor, int]:
         """The logprobs, and the allocator's peak beyond inputs and gradients."""
         self.hidden.grad = self.weight.grad = None
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        with allocations() as found:
             logprobs = self.run(call)
-        stack, events = list(profile.profiler.kineto_results.experimental_event_tree()), []
-        while stack:
-            event = stack.pop()
-            stack.extend(event.children)
-            if "ALLOCATION" in str(event.tag).upper():
-                events.append((event.start_time_ns, event.extra_fields.alloc_size))
-        live = peak = 0
-        for _, size in sorted(events):
-            live += size
-            peak = max(peak, live)
-        return logprobs, peak - self.hidden.nbytes - self.weight.nbytes
+        return logprobs, found.peak_bytes - self.hidden.nbytes - self.weight.nbytes
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
