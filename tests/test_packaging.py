@@ -14,7 +14,7 @@ import yaml
 
 import toolkit as tk
 
-from . import faults
+from . import api, faults
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -55,6 +55,14 @@ def test_the_readmes_fault_table_is_what_the_tests_cause() -> None:
     first = lines.index("| what happens | what you see | what survives |")
     shown = [line for line in lines[first : first + 30] if line.startswith("|")]
     assert sorted(shown) == sorted(faults.table()), "python -m tests.faults prints it"
+
+
+def test_the_api_reference_is_what_the_code_says() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = lines.index("| call | what it does |")
+    assert lines[first : first + len(api.table())] == api.table(), "python -m tests.api prints it"
+    assert (ROOT / "toolkit/API.md").read_text() == api.reference(), "python -m tests.api --full > toolkit/API.md"
+    assert api.undocumented() == []
 
 
 def test_environment_yml_installs_this_project_and_a_python_it_supports() -> None:

@@ -27,7 +27,8 @@ class GRPOConfig:
     Names are NeMo-RL's. Validated at construction.
 
     Attributes:
-        task: "arithmetic", a `prompts.Task`, or an iterable of `(prompt, answer)` pairs.
+        task: "arithmetic", "one_digit_sums" or "gsm8k"; a path to a .jsonl file of questions and answers; a `Task`, or an
+            iterable of `(prompt, answer)` pairs.
         num_prompts_per_step: prompts sampled per step, over all ranks.
         num_generations_per_prompt: completions per prompt; their mean reward is the baseline, so at least 2.
         max_new_tokens: tokens sampled per completion at most.

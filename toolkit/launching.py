@@ -103,6 +103,7 @@ def resume(
     Args:
         folder: what `save` or `checkpoint_dir` wrote to.
         ranks: None takes as many as were saved.
+        device: "cpu" or "cuda"; None takes GPUs if there are any.
         task: the task, unless it was one of the toolkit's by name.
         checkpoint_dir, save_period: as in `launch`; here it may be the folder itself.
         **fields: other settings to go on with, as in `launch`.

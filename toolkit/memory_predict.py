@@ -65,6 +65,7 @@ def predict_memory(
         ranks: how many the model is sharded over.
         sequence_length: tokens of each sequence.
         micro_batch_size: sequences in one forward and backward on each rank.
+        tensor_parallel_size: ranks that share one copy of each layer; divides `ranks`.
         num_micro_batches: how many of them make a step; from the second on, gradients live through the forward.
         device: whose kernels' scratch is counted, "cpu" or "cuda"; None takes CUDA's if this machine has a GPU. The CPU's
             agree with `session.memory()` on CPU ranks; CUDA's are uncalibrated.

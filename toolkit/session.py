@@ -85,6 +85,7 @@ class Session(LivePolicy):
         Variables stay on the rank for later cells. The notebook's are not there: `run(fn, *args)` sends what it needs.
 
         Args:
+            source: the cell.
             as_text: bring back the repr of results instead of the results, for what cannot or should not travel.
 
         Returns:
@@ -167,6 +168,7 @@ class Session(LivePolicy):
 
         Args:
             token_ids: sequences of ids; they may differ in length.
+            temperature: the logits are divided by it, in the session's `temperature_order`.
 
         Returns:
             [B, T-1] float32 in nats: column t is the logprob of token t+1. NaN where a sequence has no token.
