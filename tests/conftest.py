@@ -68,10 +68,18 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+#: Notebooks that take more than a minute; the tour is run by default.
+_SLOW_NOTEBOOKS = ("memory_of_output_dtype.ipynb", "mismatch_results.ipynb")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests without a GPU; fail them instead where one is promised (REQUIRE_GPU=1)."""
+    """Mark slow notebooks; skip GPU tests without a GPU, but fail them where one is promised (REQUIRE_GPU=1)."""
     import torch
 
+    for item in items:
+        if item.path.name in _SLOW_NOTEBOOKS:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available() or os.environ.get("REQUIRE_GPU") == "1":
         return
     for item in items:
