@@ -240,5 +240,5 @@ def test_a_new_run_does_not_replace_an_old_ones_saves(tmp_path: Path) -> None:
         assert len(session.history) == 3
     with pytest.raises(SpecError, match="ranks=0"):
         tk.resume(folder, ranks=0)
-    with pytest.raises(SpecError, match="checkpoint_dir=5 must be a folder"):
+    with pytest.raises(SpecError, match="checkpoint_dir=5: give a path"):
         tk.launch(model=tk.tiny_policy(), checkpoint_dir=5)  # type: ignore[arg-type]

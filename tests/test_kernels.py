@@ -144,3 +144,27 @@ def test_a_restarted_or_killed_kernel_leaves_no_rank(kernel: tuple[KernelManager
     assert not set(first) & set(second)
     manager.restart_kernel(now=True)
     assert gone(second)
+
+
+def test_the_extension_is_light_completes_and_fails_its_cell(
+    kernel: tuple[KernelManager, BlockingKernelClient],
+) -> None:
+    _, client = kernel
+    heavy = "{'torch', 'transformers', 'nemo_automodel', 'pandas', 'numpy', 'plotly', 'omegaconf', 'ipywidgets'}"
+    loading = f"import sys\nbefore = set(sys.modules)\n%load_ext toolkit\nprint({heavy} & (set(sys.modules) - before))"
+    out, reply = run_cell(client, loading)
+    assert reply["status"] == "ok"
+    assert out == "set()\n"
+    for line, expected in (("%launch --model ti", "tiny_policy"), ("m = %memory bf", "bfloat16")):
+        completed = client.complete(f"x = 1\n{line}", len(line) + 6, reply=True, timeout=60)["content"]
+        assert completed["matches"] == [expected]
+        assert completed["cursor_start"] == 6 + line.rindex(" ") + 1
+    told = client.inspect("%launch?", 7, reply=True, timeout=60)["content"]["data"]["text/plain"]
+    assert "--output-dtype" in told
+    assert "Example: %launch --model tiny_policy" in told
+    shown: list[Any] = []
+    cell = "%launch --model tiny_policy --ranks none"
+    failed = client.execute_interactive(cell, timeout=60, output_hook=lambda m: shown.append(m))["content"]
+    assert (failed["status"], failed["ename"]) == ("error", "ToolkitError")
+    errors = [m["content"] for m in shown if m["msg_type"] == "error"]
+    assert [e["traceback"] for e in errors] == [["ranks='none' must be a whole number of at least 1."]]

@@ -6,12 +6,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
 import toolkit as tk
-from toolkit.magics import ToolkitError
+from toolkit.magic_lines import ToolkitError
 
-NAMES = ("output_dtype", "grpo", "memory", "divergence")  # the line magics
+NAMES = (
+    "close",
+    "divergence",
+    "evaluate",
+    "grpo",
+    "launch",
+    "memory",
+    "output_dtype",
+    "precision_edges",
+    "predict_memory",
+    "resume",
+    "save",
+    "self_check",
+    "tradeoffs",
+    "units",
+)  # the line magics
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +72,7 @@ def test_each_has_help_with_its_arguments_and_an_example(name: str, ip: Interact
     text = ip.find_line_magic(name).__doc__
     assert f"%{name}" in text
     assert "Example:" in text
-    assert "--session" in text
+    assert "--session" in text or "--out" in text
 
 
 def test_output_dtype_shows_and_switches(ip: InteractiveShell, one_rank: tk.Session) -> None:
@@ -81,10 +97,10 @@ def test_results_are_returned_or_stored(ip: InteractiveShell, one_rank: tk.Sessi
 BAD = [
     ("output_dtype", "float8", "output_dtype='float8' is not a dtype"),
     ("output_dtype", "--nope", "unrecognized arguments"),
-    ("grpo", "many", "'many' is not a whole number"),
+    ("grpo", "many", "n='many' must be a whole number"),
     ("grpo", "0", "n=0 must be a whole number of at least 1"),
     ("memory", "int4", "output_dtype='int4'"),
-    ("divergence", "float32 bfloat16 -t warm", "'warm' is not a number"),
+    ("divergence", "float32 bfloat16 -t warm", "temperature='warm' must be a finite number"),
     ("divergence", "float32 bfloat16 --temperature-order early", "temperature_order='early'"),
     ("memory", "-s nobody", "'nobody' is no session"),
     ("grpo", "1 -o session", "holds a live session"),
@@ -119,11 +135,63 @@ def test_which_session_is_meant(ip: InteractiveShell, one_rank: tk.Session) -> N
         ip.run_line_magic("grpo", "")
 
 
-def test_completion_offers_the_dtypes(ip: InteractiveShell) -> None:
+COMPLETIONS: list[tuple[str, list[str]]] = [
+    ("%output_dtype bf", ["bfloat16"]),
+    ("%output_dtype ", ["float32", "bfloat16", "float16", "picker", "--session"]),
+    ("r = %output_dtype fl", ["float32", "float16"]),
+    ("x = 1\n%divergence float32 b", ["bfloat16"]),
+    ("%divergence --temp", ["--temperature", "--temperature-order"]),
+    ("%divergence --temperature-order ", ["after_upcast", "before_upcast"]),
+    ("%launch --output-dtype=bf", ["bfloat16"]),
+    ("%launch --output-dtype pi", ["picker"]),
+    ("%launch --activation-checkpointing ", ["full", "hf", "selective", "True", "False"]),
+    ("%launch --logprob-mode ch", ["chunked"]),
+    ("%launch --model ", ["tiny_policy", "smollm2"]),
+    ("%launch --model tiny_policy --ran", ["--ranks"]),
+    ("%launch --ranks 2 --ran", []),
+    ("%launch --task ", ["arithmetic", "one_digit_sums", "gsm8k"]),
+    ("%launch --reference-policy-kl-type k", ["k1", "k2", "k3"]),
+    ("%predict_memory Qwen3-8", ["Qwen3-8B"]),
+    ("%predict_memory tiny", ["tiny_policy"]),
+    ("%predict_memory --ranks 8 Qwen3-8", ["Qwen3-8B"]),
+    ("%predict_memory Qwen3-8B --precision f", ["float32", "float16"]),
+    ("%tradeoffs float32 b", ["bfloat16"]),
+    ("%tradeoffs --logprob-modes chunked l", ["linear"]),
+    ("%tradeoffs --model Qwen3-8", ["Qwen3-8B"]),
+    ("%grpo 3 --session ", ["session"]),
+    ("%grpo 3 -s ", ["session"]),
+    ("%%ranks -", ["--session", "--out"]),
+    ("%close -s se", ["session"]),
+]
+
+
+@pytest.mark.parametrize("jedi", [False, True])
+@pytest.mark.parametrize(("text", "expected"), COMPLETIONS)
+def test_tab_offers_options_and_values(text: str, expected: list[str], jedi: bool, ip: InteractiveShell) -> None:
+    ip.user_ns["picker"] = tk.dtype_picker()
     completer: Any = ip.Completer
-    completer.use_jedi = False
-    _, matches = completer.complete(line_buffer="%output_dtype bf", cursor_pos=16)
-    assert any("bfloat16" in match for match in matches)
+    before, completer.use_jedi = completer.use_jedi, jedi
+    try:
+        with provisionalcompleter():  # what a kernel's complete_request goes through
+            offered = [completion.text for completion in completer.completions(text, len(text))]
+        if "\n" not in text:
+            _, in_terminal = ip.complete(None, text, len(text))
+            assert [word for word in in_terminal if word in offered] == in_terminal or not expected
+    finally:
+        completer.use_jedi = before
+        del ip.user_ns["picker"]
+    if expected:
+        assert sorted(offered) == sorted(expected)
+    else:  # nothing of ours: whatever IPython itself offers
+        assert "--ranks" not in offered
+
+
+def test_tab_leaves_other_lines_and_closed_sessions_alone(ip: InteractiveShell) -> None:
+    assert "bfloat16" not in ip.complete(None, "%timeit bf", 10)[1]
+    assert "bfloat16" not in ip.complete(None, "output_dtype = bf", 17)[1]
+    with tk.launch(model=tk.tiny_policy()) as ip.user_ns["other"]:
+        assert ip.complete(None, "%grpo -s ", 9)[1] == ["session", "other"]
+    assert ip.complete(None, "%grpo -s ", 9)[1] == ["session"]
 
 
 def test_ranks_runs_a_cell_on_every_rank(

@@ -365,7 +365,7 @@ OVERRIDES: list[tuple[Any, str]] = [
     (["grpo.seed=1,2"], r"a list is written \[a,b\]"),
     (["grpo.seed=[1"], "its value is not YAML"),
     (["grpo.seed={a:1}"], "a space after each colon"),
-    ("grpo.seed=1", "must be a list, e.g."),
+    ("grpo.seed=1", "give a list of values, e.g."),
 ]
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from toolkit.errors import SpecError
@@ -41,10 +45,7 @@ def check_temperature(value: Any) -> float:
     Beyond these z/T loses every digit or leaves float32; at 0 it does not exist.
     """
     if value == 0:
-        raise SpecError(
-            "temperature=0: 1/T is infinite, and greedy completions of one prompt are all the same, so every "
-            "advantage is 0. Use session.evaluate() for greedy accuracy; sample with a temperature above 0."
-        )
+        raise SpecError("temperature=0: logits are divided by it; give one from 0.001 to 1000.")
     return check_number("temperature", value, 1e-3, 1e3)
 
 
@@ -57,3 +58,70 @@ def check_number(field: str, value: Any, low: float, high: float = math.inf, *, 
             f"{field}={value!r} must be a finite number {bound}" + (f" and at most {high}." if high < math.inf else ".")
         )
     return float(value)
+
+
+def check_path(call: str, value: Any) -> Path:
+    """Return the absolute path of a file or folder; raise a SpecError for what cannot be one.
+
+    Args:
+        call: what it was given to: a function's name, or "field=".
+    """
+    if not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value):
+        raise SpecError(f"{_given(call, value)}: give a path, as text or a pathlib.Path.")
+    try:
+        path = Path(value).expanduser().absolute()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name; a ~user that is not there
+        raise SpecError(f"{_given(call, str(value))}: no such path can be ({error}).") from None
+    return path
+
+
+def check_folder(call: str, value: Any) -> Path:
+    """Return the absolute path of a folder that can be made and written to; raise a SpecError if it cannot.
+
+    It is tried: permission bits do not tell for root, read-only mounts and network folders.
+    """
+    folder = check_path(call, value)
+    there = folder
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        what = "that is a file" if there == folder else f"{str(there)!r} is a file"
+        raise SpecError(f"{_given(call, str(folder))}: {what}, and a folder is needed; take another path.")
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".toolkit-"):
+            pass
+    except OSError as error:
+        why = f"nothing can be written there ({error.strerror}); take another path."
+        raise SpecError(f"{_given(call, str(folder))}: {why}") from None
+    return folder
+
+
+def check_file(call: str, value: Any) -> Path:
+    """Return the absolute path of a file that can be written, over an old one if there is one; raise a SpecError if not."""
+    path = check_path(call, value)
+    if path.is_dir():
+        raise SpecError(f"{_given(call, str(path))}: that is a folder; give the path of a file.")
+    if not path.parent.exists():
+        raise SpecError(f"{_given(call, str(path))}: there is no folder {str(path.parent)!r}; make it first.")
+    check_folder(call, path.parent)
+    return path
+
+
+def _given(call: str, value: Any) -> str:
+    return f"{call}{value!r}" if call.endswith("=") else f"{call}({value!r})"
+
+
+def check_list(field: str, values: Any) -> list[Any]:
+    """Return several values as a list; raise a SpecError for one value that stands alone."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise SpecError(f"{field}={values!r}: give a list of values, e.g. [{values!r}].")
+    return list(values)
+
+
+def check_texts(value: Any) -> list[str]:
+    """Return one text, or several, as a list; raise a SpecError for anything else and for empty ones."""
+    texts = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
+    if not texts or not all(isinstance(one, str) and one for one in texts):
+        raise SpecError(f"text={value!r}: give a text, or a list of texts, none of them empty.")
+    return texts

@@ -136,6 +136,11 @@ class GRPOConfig:
         whole |= {name: 1 for name in optional if getattr(self, name) is not None}
         for field, minimum in whole.items():
             object.__setattr__(self, field, check_whole(field, getattr(self, field), minimum))
+        if self.temperature == 0:
+            raise SpecError(
+                "temperature=0: greedy completions of one prompt are all the same, so every advantage is 0 and nothing "
+                "would be learned. Use session.evaluate() for greedy accuracy; sample with a temperature above 0."
+            )
         object.__setattr__(self, "temperature", check_temperature(self.temperature))
         check_number("top_p", self.top_p, 0, 1, open_low=True)
         check_number("ratio_clip_min", self.ratio_clip_min, 0, 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.attach import attached, device_on
-from toolkit.checks import check_whole
+from toolkit.checks import check_folder, check_path, check_whole
 from toolkit.cluster import ClusterRanks
 from toolkit.engines import KernelRanks, LocalRanks, local_ranks_warm_up
 from toolkit.errors import SpecError
@@ -112,7 +112,7 @@ def resume(
         FileNotFoundError: no session was saved there, or its model is gone.
         SpecError: the save is cut off, its task has to be given, or a setting is refused.
     """
-    folder = Path(folder).expanduser().absolute()
+    folder = check_path("resume", folder)
     saved = saved_session(folder)
     autosave = _autosave(checkpoint_dir, save_period, resumed=folder)
     config = dict(saved["config"])
@@ -158,10 +158,8 @@ def _autosave(folder: str | Path | None, period: int | None, resumed: Path | Non
         if period is not None:
             raise SpecError(f"save_period={period} does nothing without a checkpoint_dir to save to.")
         return None
-    if not isinstance(folder, str | Path):
-        raise SpecError(f"checkpoint_dir={folder!r} must be a folder.")
-    folder = Path(folder).expanduser().absolute()
-    if folder != resumed and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    folder = check_folder("checkpoint_dir=", folder)
+    if folder != resumed and folder.exists() and any(folder.iterdir()):
         raise SpecError(
             f"checkpoint_dir={str(folder)!r} is not empty, and saving would replace what is in it. To go on with a session "
             "saved there: tk.resume(folder, checkpoint_dir=folder); else take another folder, or remove this one."

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from toolkit.checks import check_folder
 from toolkit.errors import RanksLost, SessionClosed, SpecError
 from toolkit.layout import ModelFacts, check_output_dtype, check_temperature_order
 from toolkit.ranks import Ranks
@@ -150,9 +151,9 @@ class LivePolicy:
         cluster the folder must be one that all nodes see.
 
         Raises:
-            SpecError: the folder exists and holds something else.
+            SpecError: the folder exists and holds something else, or cannot be made or written to.
         """
-        saved = self._save(Path(folder).expanduser().absolute())
+        saved = self._save(check_folder("save", folder))
         self._ranks.raise_late_interrupt()
         return saved
 
@@ -179,9 +180,9 @@ class LivePolicy:
             dtype: of the written weights; the masters are float32.
 
         Raises:
-            SpecError: the folder exists and is not empty, or an unknown dtype.
+            SpecError: the folder exists and is not empty, or cannot be made or written to; or an unknown dtype.
         """
-        folder = Path(folder).expanduser().absolute()
+        folder = check_folder("export", folder)
         dtype = dtype_name(dtype)
         if folder.exists() and any(folder.iterdir()):
             raise SpecError(f"export({str(folder)!r}): the folder is not empty; take another one.")

@@ -16,6 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from toolkit.checks import check_list, check_path
 from toolkit.errors import SpecError
 from toolkit.recipe_values import near
 
@@ -59,9 +60,8 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> RecipeFile:
         SpecError: not YAML, a circle of `defaults:`, an override of no known form or for a key that is not there, an
             interpolation that leads nowhere, or values that are still `???`; names all of these.
     """
-    if isinstance(overrides, str):
-        raise SpecError(f"overrides={overrides!r} must be a list, e.g. [{overrides!r}].")
-    path = Path(path).expanduser().absolute()
+    overrides = check_list("overrides", overrides)
+    path = check_path("load_recipe", path)
     values = _inherit(path, ())
     for override in overrides:
         _apply(values, override)

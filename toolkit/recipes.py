@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checks import check_whole
+from toolkit.checks import check_file, check_whole
 from toolkit.errors import SpecError
 from toolkit.recipe_keys import WHOLE
 from toolkit.recipe_mapping import GRPO_FIELDS, SPEC_FIELDS, RecipeKey, map_keys, written_keys
@@ -90,7 +90,7 @@ class Recipe(Report):
 
         text = OmegaConf.to_yaml(OmegaConf.create(_nested(written_keys(self.spec, self.config, self.ranks))))
         if path is not None:
-            Path(path).expanduser().write_text(text)
+            check_file("to_yaml", path).write_text(text)
         return text
 
     def _repr_html_(self) -> str:

@@ -6,10 +6,9 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.checks import check_flag, check_temperature, check_whole
+from toolkit.checks import check_flag, check_path, check_temperature, check_texts, check_whole
 from toolkit.errors import SessionClosed, SpecError
 from toolkit.layout import check_config, check_length, check_token_ids
 from toolkit.live import LivePolicy
@@ -210,7 +209,10 @@ class Session(LivePolicy):
         if snapshot is not None and self._device != "cuda":
             raise SpecError("snapshot is CUDA's allocator's log, and this session runs on CPU ranks: leave it out.")
         if (num_sequences is None) != (sequence_length is None):
-            raise SpecError("give num_sequences and sequence_length together, or neither to measure the next step's tokens.")
+            raise SpecError(
+                f"num_sequences={num_sequences!r}, sequence_length={sequence_length!r}: give both, or neither to measure "
+                "the next step's tokens."
+            )
         shape = None
         if num_sequences is not None and sequence_length is not None:
             check_whole("num_sequences", num_sequences)
@@ -220,7 +222,7 @@ class Session(LivePolicy):
         task, step = self._task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
         settings: dict[str, Any] = {"step": step, "output_dtype": output_dtype, "shape": shape}
-        settings["snapshot"] = None if snapshot is None else Path(snapshot).expanduser().absolute()
+        settings["snapshot"] = None if snapshot is None else check_path("snapshot=", snapshot)
         reports: list[MemoryReport] = self.run(measure, self._config, problems, task.reward, **settings)
         return max(reports, key=lambda report: report.peak_bytes)
 
@@ -265,9 +267,7 @@ class Session(LivePolicy):
         return cast("DivergenceReport", self.run(compare, self._config, a, b, common, **settings)[0])
 
     def _encoded(self, text: str | Sequence[str]) -> list[list[int]]:
-        texts = [text] if isinstance(text, str) else list(text)
-        if not texts or not all(isinstance(one, str) and one for one in texts):
-            raise SpecError(f"text={text!r}: give a text, or a list of texts, none of them empty.")
+        texts = check_texts(text)
         encoded: list[list[int]] = self.run(self._worker.encode, texts)[0]
         for one, ids in zip(texts, encoded, strict=True):
             if len(ids) < 2:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.attention import attention_name
-from toolkit.checks import check_one_of, check_whole
+from toolkit.checks import check_one_of, check_temperature, check_whole
 from toolkit.errors import SpecError
 from toolkit.policy import LIVE_FIELDS, Policy
-from toolkit.spec import GRPOConfig, dtype_name
+from toolkit.spec import dtype_name
 
 #: Where logprobs come from: the training forward, or the sampler's own route, token by token through its KV cache.
 ROUTES = ("trainer", "sampler")
@@ -120,7 +120,7 @@ def _resolve(policy: Policy, fields: dict[str, Any], temperature: float) -> Sett
         raise SpecError("attn_implementation='flash_attention_2' has no CPU kernel; compare 'eager' with 'sdpa'.")
     return Setting(
         live,
-        GRPOConfig(temperature=fields.get("temperature", temperature)).temperature,  # checked there
+        check_temperature(fields.get("temperature", temperature)),
         None if batch_size is None else check_whole("batch_size", batch_size),
         route,
         kernel,

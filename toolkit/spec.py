@@ -56,7 +56,9 @@ def dtype_name(value: Any, field: str = "dtype") -> str:
     name = str(value).removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in DTYPES:
-        guess = difflib.get_close_matches(name.lower(), [*DTYPES, *_ALIASES], n=1)
+        size = "".join(filter(str.isdigit, name))  # float64 is no slip of the pen for float16
+        likely = [known for known in (*DTYPES, *_ALIASES) if known.endswith(size)] if size else list(DTYPES)
+        guess = difflib.get_close_matches(name.lower(), likely, n=1)
         hint = f" Did you mean {_ALIASES.get(guess[0], guess[0])!r}?" if guess else ""
         raise SpecError(f"{field}={value!r} is not a dtype this toolkit knows; choose one of {', '.join(DTYPES)}.{hint}")
     return name

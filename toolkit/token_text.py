@@ -6,6 +6,8 @@ import html
 import math
 from typing import TYPE_CHECKING
 
+from toolkit.checks import check_whole
+
 if TYPE_CHECKING:
     from toolkit.divergence_report import DivergenceReport
 
@@ -18,6 +20,7 @@ class TokenText:
     """Sequences of tokens on a background whose strength is |delta| and whose hue is its sign."""
 
     def __init__(self, report: DivergenceReport, max_sequences: int) -> None:
+        check_whole("max_sequences", max_sequences)
         self.report = report
         worst = report.tokens.assign(size=report.tokens["delta_nats"].abs()).groupby("sequence")["size"].max()
         self.sequences: list[int] = worst.sort_values(ascending=False, kind="stable").index[:max_sequences].tolist()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checks import check_list
 from toolkit.errors import SpecError
 from toolkit.grpo_config import MEMORY_FIELDS
 from toolkit.layout import facts_of, read_config
@@ -198,9 +199,7 @@ def _cells(
     }  # fmt: skip
     axes = []
     for name, (values, own) in given.items():
-        if isinstance(values, str | bool | int):
-            raise SpecError(f"{name}={values!r}: give a list of values, e.g. ({values!r},).")
-        listed = [own] if values is None else list(values)
+        listed = [own] if values is None else check_list(name, values)
         if name == "dtypes":
             listed = [dtype_name(value, "dtypes") for value in listed]
         axes.append(list(dict.fromkeys("full" if value is True and name == "checkpointing" else value for value in listed)))

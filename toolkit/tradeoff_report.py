@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checks import check_file
 from toolkit.mismatch import THRESHOLDS
 from toolkit.records import Report, format_bytes
 
@@ -145,6 +146,7 @@ class TradeoffReport(Report):
         """Write verdict, figure and table as one file that needs nothing else (plotly's script, 4.5 MB, is inside)."""
         import plotly.io
 
+        path = check_file("to_html", path)
         picture = plotly.io.to_html(self.figure(), include_plotlyjs=True, full_html=False)
         page = (
             "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>Output dtype tradeoffs</title><style>"
@@ -153,7 +155,6 @@ class TradeoffReport(Report):
             f"#7f7f7f55}}</style></head><body><h1>What each setting saves and costs</h1><p>{html.escape(self.verdict)}</p>"
             f"{picture}{self._table()}</body></html>"
         )
-        path = Path(path).expanduser()
         path.write_text(page, encoding="utf-8")
         return path
 
