@@ -381,3 +381,23 @@ def test_ranks_listen_on_loopback_only(gang: LocalRanks) -> None:
     addresses = listening_sockets(gang.pids)
     assert addresses  # gloo does listen
     assert set(addresses) <= {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+ENDS_WITHOUT_CLOSE = """
+import toolkit as tk
+from toolkit.errors import RanksLost
+def bar(policy):
+    from tqdm.auto import tqdm
+    return sum(tqdm(range(3), disable=True))  # tqdm's lock is a semaphore
+session = tk.launch(model=tk.tiny_policy(), ranks=2)
+assert session.run(bar) == [3, 3]
+session.restart()
+assert session.run(bar) == [3, 3]
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_said_to_leak_after_a_restart_without_close() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS_WITHOUT_CLOSE], capture_output=True, text=True, check=True)
+    assert "leak" not in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -8,8 +8,8 @@ data; a module imports only from those before it:
     instruments read along the way: fsdp_watch -> ledger -> memory_report -> memory_cuda -> memory,
          fakes -> memory_predict, mismatch -> settings -> replay -> cause -> truth -> divergence,
          raw_losses, rounding -> edge_rows -> edges, tradeoff_grid, self_check
-    surface on top: worker -> live -> session -> recipes -> launching -> figures -> widgets -> arguments
-         -> magics -> notebook
+    surface on top: worker -> live -> session -> recipes -> launching -> figures -> widgets
+         -> arguments -> commands -> magics -> notebook; page -> tour -> __main__ (`python -m toolkit`)
 
 Importing `toolkit` imports neither torch nor transformers; the first `launch` does.
 """

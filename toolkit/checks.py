@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -125,3 +126,9 @@ def check_texts(value: Any) -> list[str]:
     if not texts or not all(isinstance(one, str) and one for one in texts):
         raise SpecError(f"text={value!r}: give a text, or a list of texts, none of them empty.")
     return texts
+
+
+def is_widget(value: Any) -> bool:
+    """Whether a value is a widget; asked without importing ipywidgets."""
+    widgets = sys.modules.get("ipywidgets")  # not imported: then nobody can have made one
+    return widgets is not None and isinstance(value, widgets.Widget)

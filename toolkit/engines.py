@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -96,7 +97,7 @@ class LocalRanks(Ranks):
                 daemon=True,
                 name=f"rank {rank}",
             )
-            with _main_module_hidden():
+            with _main_module_hidden(), _interrupt_held():
                 process.start()
             theirs.close()
             control_theirs.close()
@@ -156,8 +157,17 @@ def local_ranks_warm_up() -> None:
     from multiprocessing import forkserver
 
     _fork_server()
-    with _main_module_hidden():
+    with _main_module_hidden(), _interrupt_held():
         forkserver.ensure_running()
+
+
+def end_fork_server() -> None:
+    """Kill the fork server if there is one: left alone, it outlives this process until its imports are done."""
+    from multiprocessing import forkserver
+
+    pid = vars(forkserver._forkserver)["_forkserver_pid"]  # there is no public way
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
@@ -196,6 +206,18 @@ def _main_module_hidden() -> Iterator[None]:
         main.__dict__.update(saved)
 
 
+@contextlib.contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Let a fork server that starts now inherit a blocked SIGINT: a terminal's Ctrl-C reaches its whole process group, and
+    would end the server in the middle of its imports, with a traceback among the user's output."""
+    resource_tracker.ensure_running()  # its own start unblocks SIGINT at the end
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # ---- in a rank's process
 
 
@@ -203,6 +225,9 @@ def _rank_main(rank: int, messages: Connection, control: Connection, env: dict[s
     os.setsid()  # the kernel interrupts its whole process group; ranks are asked over the control pipe instead
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(env)
+    # As in any process on Linux: a fork context's semaphores (tqdm's lock is one) have no name that a killed rank could leave
+    # behind, for Python to complain of when the kernel ends.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     torch.set_num_threads(num_threads)

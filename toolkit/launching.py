@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.attach import attached, device_on
-from toolkit.checks import check_folder, check_path, check_whole
+from toolkit.checks import check_folder, check_path, check_whole, is_widget
 from toolkit.cluster import ClusterRanks
 from toolkit.engines import KernelRanks, LocalRanks, local_ranks_warm_up
 from toolkit.errors import SpecError
@@ -63,7 +63,7 @@ def launch(
         raise SpecError(f"launch({spec!r}): give a PolicySpec, or the model by name: tk.launch(model={str(spec)!r}).")
     if config is not None and not isinstance(config, GRPOConfig):
         raise SpecError(f"config={config!r} must be a GRPOConfig, or give its fields by name.")
-    widgets = {name: value for name, value in fields.items() if _is_widget(value)}
+    widgets = {name: value for name, value in fields.items() if is_widget(value)}
     fields = {name: value.value if name in widgets else value for name, value in fields.items()}
     policy_fields, grpo_fields = split_fields(fields)
     if spec is None and "model" not in policy_fields:
@@ -220,11 +220,6 @@ def _ranks(num_ranks: int, cluster: str | None, device: str) -> Ranks:
         ranks.close()
         raise
     return ranks
-
-
-def _is_widget(value: Any) -> bool:
-    widgets = sys.modules.get("ipywidgets")  # not imported: then nobody can have made one
-    return widgets is not None and isinstance(value, widgets.Widget)
 
 
 def _devices(device: str | None) -> tuple[str, int]:

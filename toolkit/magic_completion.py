@@ -9,7 +9,8 @@ from typing import Any
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
 from toolkit.arguments import Option
-from toolkit.magic_lines import SESSION, is_widget
+from toolkit.checks import is_widget
+from toolkit.magic_lines import SESSION
 from toolkit.session import Session
 from toolkit.spec import DTYPES
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from IPython.core.magic_arguments import argument
 from IPython.utils.text import DollarFormatter
 
 from toolkit.arguments import Option
+from toolkit.checks import is_widget
 from toolkit.errors import RanksLost, SessionClosed, SpecError
 
 SESSION = Option(("-s", "--session"), "variable that holds the session, if there are several", metavar="NAME")
@@ -94,12 +94,6 @@ def read_line(magic: Any, line: str, names: Mapping[str, Any]) -> dict[str, Any]
             found = [_restored(one, objects) for one in found] if isinstance(found, list) else _restored(found, objects)
             given[option.name] = option.value(_widget(found, names) if option not in (OUT, SESSION) else found)
     return given
-
-
-def is_widget(value: Any) -> bool:
-    """Whether a value is a widget; asked without importing ipywidgets."""
-    widgets = sys.modules.get("ipywidgets")  # not imported: then nobody can have made one
-    return widgets is not None and isinstance(value, widgets.Widget)
 
 
 def _with_objects(line: str, names: Mapping[str, Any]) -> tuple[str, list[Any]]:

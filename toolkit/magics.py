@@ -14,9 +14,9 @@ from IPython.core.magic import Magics, magics_class
 from IPython.core.magic_arguments import magic_arguments
 
 from toolkit.arguments import Option
+from toolkit.commands import LAUNCH, LAUNCHED, PREDICT, RESUME, TRADEOFFS, launched, predicted, resumed, tradeoffs_of
 from toolkit.engines import local_ranks_warm_up
 from toolkit.errors import RanksLost
-from toolkit.launch_magics import LAUNCH, LAUNCHED, PREDICT, RESUME, TRADEOFFS, launched, predicted, resumed, tradeoffs_of
 from toolkit.magic_completion import matcher
 from toolkit.magic_lines import OUT, SESSION, Friendly, ToolkitError, of_a_cell, of_a_line, read_line, takes
 from toolkit.session import Session

@@ -144,18 +144,11 @@ class TradeoffReport(Report):
 
     def to_html(self, path: str | Path) -> Path:
         """Write verdict, figure and table as one file that needs nothing else (plotly's script, 4.5 MB, is inside)."""
-        import plotly.io
+        from toolkit.page import Section, page
 
         path = check_file("to_html", path)
-        picture = plotly.io.to_html(self.figure(), include_plotlyjs=True, full_html=False)
-        page = (
-            "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>Output dtype tradeoffs</title><style>"
-            ":root{color-scheme:light dark}body{font-family:sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
-            "table{border-collapse:collapse;font-size:85%}td,th{padding:.2em .6em;text-align:left;border-bottom:1px solid "
-            f"#7f7f7f55}}</style></head><body><h1>What each setting saves and costs</h1><p>{html.escape(self.verdict)}</p>"
-            f"{picture}{self._table()}</body></html>"
-        )
-        path.write_text(page, encoding="utf-8")
+        found = Section("What each setting saves and costs", "session.tradeoffs()", self._table(), [self.figure()])
+        path.write_text(page("Output dtype tradeoffs", self.verdict, [found]), encoding="utf-8")
         return path
 
     def _table(self) -> str:

@@ -1,4 +1,4 @@
-"""What the magics that need no session take and do: launch, resume, predict."""
+"""What launching, resuming and predicting take and do, as magics and on the command line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.arguments import Option, field_options, given_fields, model_of, predictable_models
+from toolkit.checks import is_widget
 from toolkit.errors import SpecError
 from toolkit.grpo_config import MEMORY_FIELDS
-from toolkit.magic_lines import is_widget
 from toolkit.spec import DTYPES, GRPOConfig, PolicySpec
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ TRADEOFFS = (
 
 
 def launched(given: Mapping[str, Any]) -> Session:
-    """`tk.launch` of the arguments of `%launch`.
+    """`tk.launch` of the arguments `LAUNCH`.
 
     Raises:
         SpecError: a setting that is refused, or overrides without a recipe.
@@ -85,14 +85,14 @@ def launched(given: Mapping[str, Any]) -> Session:
 
 
 def resumed(given: Mapping[str, Any]) -> Session:
-    """`tk.resume` of the arguments of `%resume`."""
+    """`tk.resume` of the arguments `RESUME`."""
     from toolkit.launching import resume
 
     return resume(**_beside(given, RESUME), **given_fields(given))
 
 
 def predicted(given: Mapping[str, Any]) -> MemoryReport:
-    """`tk.predict_memory` of the arguments of `%predict_memory`.
+    """`tk.predict_memory` of the arguments `PREDICT`.
 
     Raises:
         SpecError: a setting that is refused, or no ranks or length.
@@ -107,7 +107,7 @@ def predicted(given: Mapping[str, Any]) -> MemoryReport:
 
 
 def tradeoffs_of(given: Mapping[str, Any], session: Callable[[Mapping[str, Any]], Session] | None) -> TradeoffReport:
-    """`session.tradeoffs` of the arguments of `%tradeoffs`, or `tk.tradeoffs` where they name a model.
+    """`session.tradeoffs` of the arguments `TRADEOFFS`, or `tk.tradeoffs` where they name a model.
 
     Args:
         session: finds the session; None where a model is given.
