@@ -96,7 +96,7 @@ def test_the_report_shows_itself(one_rank: tk.Session) -> None:
     [
         ({"token_ids": [[1]]}, "two or more"),
         ({"token_ids": [[1, 999]]}, "outside the vocabulary"),
-        ({"temperature": 0}, "1/T"),
+        ({"temperature": 0}, "logits are divided by it"),
     ],
 )
 def test_bad_requests_are_named(options: dict[str, Any], reason: str, one_rank: tk.Session) -> None:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.records import Report
+from toolkit.records import Report, model_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +95,7 @@ class EdgeReport(Report):
             f"{e.edge} {_number(e.error)} {e.unit.split(',')[0]}, cured {_number(e.error_with_cure)}" for e in self.biting
         )
         return (
-            f"{len(self.biting)} of {len(self.worst)} edges bite on {self.model}: {named or 'none'}. "
+            f"{len(self.biting)} of {len(self.worst)} edges bite on {model_name(self.model)}: {named or 'none'}. "
             f"{len(self.not_measured)} could not be measured here."
         )
 

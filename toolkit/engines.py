@@ -225,8 +225,8 @@ def _rank_main(rank: int, messages: Connection, control: Connection, env: dict[s
     os.setsid()  # the kernel interrupts its whole process group; ranks are asked over the control pipe instead
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(env)
-    # As in any process on Linux: a fork context's semaphores (tqdm's lock is one) have no name that a killed rank could leave
-    # behind, for Python to complain of when the kernel ends.
+    # As in any process on Linux: a fork context's semaphores (tqdm's lock is one) have no name that a killed rank
+    # could leave behind, for Python to complain of when the kernel ends.
     multiprocessing.set_start_method("fork", force=True)
     import torch
 

@@ -59,9 +59,12 @@ def new_figure(title: str, rows: int = 1, cols: int = 1, **subplots: object) -> 
 
 def steps_figure(frame: pd.DataFrame) -> go.Figure:
     """Reward and sampler/trainer mismatch by step; the marker shows the output dtype of each."""
+    if frame.empty:
+        return new_figure("No step was taken yet")
     first, last = frame["reward"].iloc[0], frame["reward"].iloc[-1]
+    change = f"→ {last:.2f} in {len(frame)} steps" if len(frame) > 1 else f"in step {frame['step'].iloc[0]}"
     figure = new_figure(
-        f"Reward {first:.2f} → {last:.2f} in {len(frame)} steps",
+        f"Reward {first:.2f} {change}",
         rows=2,
         shared_xaxes=True,
         vertical_spacing=0.08,
@@ -84,6 +87,17 @@ def steps_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(title_text="token_mult_<br>prob_error", row=2, col=1)
     figure.update_xaxes(title_text="step", row=2, col=1)
     figure.update_layout(height=460)
+    return figure
+
+
+def table_figure(frame: pd.DataFrame, title: str) -> go.Figure:
+    """A frame as a table that is readable on both themes."""
+    look = {"align": "left", "font": {"color": GREY}, "line": {"color": _GRID}}
+    figure = new_figure(title)
+    figure.add_table(
+        header={"values": [f"<b>{name}</b>" for name in frame], "fill": {"color": _GRID}, **look},
+        cells={"values": [frame[name].astype(str) for name in frame], "fill": {"color": "rgba(0,0,0,0)"}, **look},
+    )
     return figure
 
 

@@ -17,7 +17,7 @@ from toolkit.checks import check_file, check_whole
 from toolkit.errors import SpecError
 from toolkit.recipe_keys import WHOLE
 from toolkit.recipe_mapping import GRPO_FIELDS, SPEC_FIELDS, RecipeKey, map_keys, written_keys
-from toolkit.records import Report
+from toolkit.records import Report, model_name
 from toolkit.spec import GRPOConfig, PolicySpec
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class Recipe(Report):
     def headline(self) -> str:
         s = self.summary
         return (
-            f"{self.name}: {s['model']} on {s['ranks']} rank{'s' if s['ranks'] > 1 else ''}, {s['precision']} compute, "
-            f"{s['output_dtype']} outputs; of {len(self.keys)} keys {s['mapped']} are mapped, {s['used']} used, "
-            f"{s['ignored']} ignored"
+            f"{self.name}: {model_name(s['model'])} on {s['ranks']} rank{'s' if s['ranks'] > 1 else ''}, "
+            f"{s['precision']} compute, {s['output_dtype']} outputs; of {len(self.keys)} keys "
+            f"{s['mapped']} are mapped, {s['used']} used, {s['ignored']} ignored"
         )
 
     def to_frame(self) -> pd.DataFrame:
@@ -74,12 +74,11 @@ class Recipe(Report):
 
     def figure(self) -> go.Figure:
         """The keys as a table."""
-        import plotly.graph_objects as go
+        from toolkit.figures import table_figure
 
-        frame = self.to_frame().astype(str)
-        return go.Figure(
-            go.Table(header={"values": list(frame)}, cells={"values": [frame[c] for c in frame], "align": "left"})
-        )
+        s = self.summary
+        found = f"{s['mapped']} keys of {self.name} are mapped, {s['used']} used, {s['ignored']} ignored"
+        return table_figure(self.to_frame(), found)
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The recipe as YAML that `load_recipe` reads back to the same spec, config and ranks; written to `path` if given.

@@ -7,6 +7,7 @@ import html
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class StepRecords(list[StepRecord]):
     @property
     def summary(self) -> dict[str, Any]:
         """Mean reward at the start and at the end."""
+        if not self:
+            return {"steps": 0}
         few = min(5, len(self))
         start, end = (sum(r.metrics["reward"] for r in part) / few for part in (self[:few], self[-few:]))
         return {"steps": len(self), "reward_first_steps": start, "reward_last_steps": end}
@@ -120,6 +123,8 @@ class StepRecords(list[StepRecord]):
     @property
     def headline(self) -> str:
         """The finding in one sentence."""
+        if not self:
+            return "no steps"
         few, summary = min(5, len(self)), self.summary
         return (
             f"steps {self[0].step} to {self[-1].step}, mean reward {summary['reward_first_steps']:.3f} in the first {few}, "
@@ -143,7 +148,7 @@ class StepRecords(list[StepRecord]):
         return steps_figure(self.to_frame())
 
     def __repr__(self) -> str:
-        return f"StepRecords: {self.headline}" if self else "StepRecords: no steps"
+        return f"StepRecords: {self.headline}"
 
     def _repr_html_(self) -> str:
         columns = ["step", "output_dtype", "reward", "loss", "grad_norm", "token_mult_prob_error", "seconds"]
@@ -220,6 +225,11 @@ def format_value(name: str, value: Any) -> str:
     text = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     unit = next((unit for suffix, unit in _UNITS.items() if name.endswith(suffix)), "")
     return f"{text} {unit}".rstrip()
+
+
+def model_name(model: str) -> str:
+    """A hub id as it is, a folder's own name without the path to it."""
+    return Path(model).name if Path(model).expanduser().is_absolute() else model
 
 
 def format_bytes(value: float) -> str:

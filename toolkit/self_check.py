@@ -74,12 +74,13 @@ class SelfCheckReport(Report):
 
     def figure(self) -> go.Figure:
         """Largest error of each mode beside its bound, on a logarithmic axis."""
-        import plotly.graph_objects as go
-
-        from toolkit.figures import BLUE, GREY, template
+        from toolkit.figures import BLUE, GREY, new_figure
 
         names = [row["mode"] for row in self.modes]
-        figure = go.Figure(layout={"template": template(), "title": "Error of each logprob mode against float64"})
+        best = min(self.modes, key=lambda row: row["max_abs_nats"])
+        outside = [row["mode"] for row in self.modes if not row["within_bound"]]
+        verdict = f"{' and '.join(outside)} outside of what rounding explains" if outside else "all within their bounds"
+        figure = new_figure(f"{best['mode']} is nearest to float64, {best['max_abs_nats']:.1e} nats at most; {verdict}")
         for label, column, colour in (("largest error", "max_abs_nats", BLUE), ("bound", "bound_nats", GREY)):
             heights = [row[column] for row in self.modes]
             figure.add_bar(x=names, y=heights, name=label, marker={"color": colour})
