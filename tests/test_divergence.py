@@ -338,7 +338,7 @@ BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     ("float32", "float8", {}, "output_dtype='float8'"),
     ("float32", {"precision": "float32"}, {}, "'precision' is built into a session"),
     ("float32", {"dtype": "float32"}, {}, "'dtype' is no setting"),
-    ("float32", "bfloat16", {"temperature": 0.0}, "1/T is infinite"),
+    ("float32", "bfloat16", {"temperature": 0.0}, "logits are divided by it"),
     ("float32", {"temperature": "warm"}, {}, "temperature='warm'"),
     ("float32", {"cast_forward_inputs": False, "autocast": False}, {}, "no matmul accepts"),
     ("float32", "bfloat16", {"output_dtype": "float16"}, "'output_dtype' is given for both sides and for one"),

@@ -394,7 +394,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weight": torch.zeros(4, 3, device="meta")}, "weight is on meta and hidden on cpu"),
     ({"bias": torch.zeros(3)}, r"must be \[4\]"),
     ({"bias": torch.zeros(4, dtype=torch.int64)}, "one float for each row of weight"),
-    ({"temperature": 0.0}, "1/T is infinite"),
+    ({"temperature": 0.0}, "logits are divided by it"),
     ({"temperature": -1.0}, "at least 0.001"),
     ({"softcap": 0.0}, "softcap=0.0 must be a finite number above 0"),
     ({"softcap": math.inf}, "softcap=inf"),

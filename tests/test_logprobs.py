@@ -147,7 +147,7 @@ BAD = [
     (torch.zeros(2, 3), torch.tensor([0]), 1.0, "differ in their leading shape"),
     (torch.zeros(2, 3), torch.tensor([0.0, 1.0]), 1.0, "must be int64"),
     (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 1]), 1.0, "must be floating point"),
-    (torch.zeros(2, 3), torch.tensor([0, 1]), 0.0, "1/T is infinite"),
+    (torch.zeros(2, 3), torch.tensor([0, 1]), 0.0, "logits are divided by it"),
     (torch.zeros(2, 3), torch.tensor([0, 1]), math.inf, "finite number of at least 0.001"),
     (torch.zeros(2, 3), torch.tensor([0, 1]), 1e-300, "finite number of at least 0.001"),
     (torch.tensor(0.0), torch.tensor(0), 1.0, "no dimension"),

@@ -74,5 +74,3 @@ def edges() -> dict[str, tuple[float, float]]:
     frame = report.to_frame()
     worst = frame.sort_values("error").groupby("edge").last()
     return {str(edge): (float(row.error), float(row.error_with_cure)) for edge, row in worst.iterrows()}
-
-
