@@ -110,7 +110,7 @@ def sections(tour: Tour) -> list[Section]:
         parts.append(
             Section(
                 "Memory of one training step",
-                f"found = session.tradeoffs({dtypes})\nmemory_comparison_figure(found.memory)",
+                f"found = session.tradeoffs({dtypes})\nfound.memory[{dtypes[0]!r}].figure()\nmemory_comparison_figure(found.memory)",
                 paragraphs(*(f"{report.headline}." for report in memory.values())) + table(_side_by_side(memory)),
                 [next(iter(memory.values())).figure(), memory_comparison_figure(pair)],
             )
@@ -196,7 +196,7 @@ def _diverged(dtype: str, report: DivergenceReport, units_figure: Callable[..., 
     body = report._repr_html_() + paragraphs("The tokens that moved most:") + table(moved)
     title = f"How far each token moves: {report.a} against {report.b}"
     figures = [report.figure(), *([units_figure(report)] if report.units else [])]
-    return Section(title, f"report = session.divergence({report.a.split()[0]!r}, {dtype!r})", body, figures)
+    return Section(title, f"report = found.divergence[{dtype!r}]\nreport.figure()\nunits_figure(report)", body, figures)
 
 
 def _settings(session: Session) -> dict[str, Any]:
