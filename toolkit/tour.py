@@ -110,7 +110,8 @@ def sections(tour: Tour) -> list[Section]:
         parts.append(
             Section(
                 "Memory of one training step",
-                f"found = session.tradeoffs({dtypes})\nfound.memory[{dtypes[0]!r}].figure()\nmemory_comparison_figure(found.memory)",
+                f"found = session.tradeoffs({dtypes})\nfound.memory[{dtypes[0]!r}].figure()\n"
+                "memory_comparison_figure(found.memory)",
                 paragraphs(*(f"{report.headline}." for report in memory.values())) + table(_side_by_side(memory)),
                 [next(iter(memory.values())).figure(), memory_comparison_figure(pair)],
             )
