@@ -20,6 +20,7 @@ from toolkit.edge_report import Edge, EdgeReport
 from toolkit.edge_rows import HeadRows, float32_head, head_edges, raw_loss_edges, temperature_edges
 from toolkit.edges import _head_rows
 from toolkit.errors import SpecError
+from toolkit.expert_edges import EXPERT_HEAD
 from toolkit.policy import Policy
 from toolkit.prompts import make_batch
 from toolkit.raw_losses import preference_accuracy, preference_loss, value_loss
@@ -177,7 +178,7 @@ def test_exact_scores_have_no_edge() -> None:
     rows = rows_of(hidden_NH @ weight_VH.T, hidden_NH, weight_VH)
     found = {e.edge: e for e in raw_loss_edges(rows, token=0)}
     assert found[edge_rows.TIES].error == found[edge_rows.ACCURACY].error == 0.0
-    (head, *_) = head_edges(rows, tied=False, experts=False)
+    (head, *_) = head_edges(rows, tied=False)
     assert head.error == pytest.approx(0.0, abs=1e-7)
 
 
@@ -186,7 +187,7 @@ def test_the_head_edge_is_what_rounding_its_logits_costs() -> None:
     hidden_NH, weight_VH = torch.randn(5, 16), torch.randn(30, 16)
     logits_NV = hidden_NH @ weight_VH.T
     rows = rows_of(logits_NV, hidden_NH, weight_VH)
-    (head, *_) = head_edges(rows, tied=False, experts=False)
+    (head, *_) = head_edges(rows, tied=False)
     exact, rounded = (
         torch.log_softmax(z.double(), -1).gather(-1, rows.targets_N[:, None]) for z in (logits_NV, logits_NV.bfloat16())
     )
@@ -198,15 +199,13 @@ def test_the_head_edge_is_what_rounding_its_logits_costs() -> None:
 
 def test_what_cannot_be_shown_is_listed_with_its_reason() -> None:
     rows = rows_of(torch.randn(3, 4), torch.randn(3, 2), torch.randn(4, 2), transformed=True)
-    found = {e.edge: e for e in [*raw_loss_edges(rows, 0), *head_edges(rows, tied=False, experts=True)]}
+    found = {e.edge: e for e in [*raw_loss_edges(rows, 0), *head_edges(rows, tied=False)]}
     for name in (edge_rows.TIES, edge_rows.ACCURACY, edge_rows.HEAD):
         assert found[name].error is None
         assert "soft-cap or a scale" in found[name].finding
-    assert "offers no expert parallelism" in found[f"{edge_rows.HEAD}, expert parallel"].finding
-    tied = {e.edge: e for e in head_edges(rows, tied=True, experts=False)}
+    tied = {e.edge: e for e in head_edges(rows, tied=True)}
     assert all(e.error is None for e in tied.values())
     assert "cannot have two compute dtypes" in tied[edge_rows.HEAD].finding
-    assert "dense" in tied[f"{edge_rows.HEAD}, expert parallel"].finding
     lonely = {e.edge: e for e in raw_loss_edges(rows_of(torch.ones(1, 4), torch.ones(1, 2), torch.ones(4, 2)), 0)}
     assert "fewer than two tokens" in lonely[edge_rows.PREFERENCE].finding
 
@@ -241,11 +240,12 @@ def test_every_edge_of_a_live_model(one_rank: tk.Session) -> None:
     assert errors[edge_rows.ORDER].error > 1e-3  # type: ignore[operator]
     by_temperature = {e.temperature: e.error for e in report.edges if e.edge == edge_rows.ORDER}
     assert [t for t, error in by_temperature.items() if error == 0.0] == [0.5, 1.0, 2.0]
-    assert set(report.not_measured) == {f"{edge_rows.HEAD}, expert parallel", f"{edge_rows.HEAD}, tied"}
+    assert set(report.not_measured) == {EXPERT_HEAD, f"{edge_rows.HEAD}, tied"}
+    assert "dense" in report.not_measured[EXPERT_HEAD]
     assert repr(report).startswith(f"EdgeReport: {len(report.biting)} of {len(errors)} edges bite")
     parsed = json.loads(report.to_json())
     assert len(parsed["edges"]) == len(report.edges) == len(report.to_frame())
-    assert report.summary["not_measured"].endswith("tied")
+    assert report.summary["not_measured"].endswith(", expert parallel")
     assert "<table>" in report._repr_html_()
     assert one_rank.output_dtype == "float32"
 

@@ -1,4 +1,4 @@
-"""The private parts of torch and AutoModel that fsdp.py and ledger.py use. When one changes, it is here that it shows."""
+"""The private parts of torch, transformers and AutoModel that we use. When one changes, it is here that it shows."""
 
 from __future__ import annotations
 
@@ -144,3 +144,32 @@ def test_values_that_are_not_there_are_those_of_an_ordinary_step() -> None:
         assert bool((values == 1).all())
         assert values[values > 0.5].shape == (12,)
         assert torch.tensor([5, 7]).tolist() == [5, 7]
+
+
+def test_the_attention_in_use_is_where_we_read_it() -> None:
+    """And transformers' public setter writes it there, for every layer."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tk.tiny_policy(), attn_implementation="sdpa")
+    assert fsdp.attention_of(model) == "sdpa"
+    model.set_attn_implementation("eager")
+    assert fsdp.attention_of(model) == model.model.layers[0].self_attn.config._attn_implementation == "eager"
+
+
+def test_automodels_class_of_a_mixture_is_found_and_still_asks_for_cuda() -> None:
+    """Why fsdp_experts.py answers for `torch.cuda.current_device`. If this fails, the replacement may go."""
+    import pytest
+    from nemo_automodel._transformers.registry import ModelRegistry
+    from transformers import Qwen3MoeConfig
+
+    if torch.cuda.is_available():
+        pytest.skip("asks where there is CUDA")
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    owner = ModelRegistry.resolve_custom_model_cls("Qwen3MoeForCausalLM", config)
+    assert owner.__module__ == "nemo_automodel.components.models.qwen3_moe.model"
+    assert owner.ModelCapabilities().supports_ep
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+        owner.from_config(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -176,26 +177,27 @@ def _why_order(temperature: float) -> str:
 
 # ---- a float32 head
 
+REFUSED_TIED = (
+    "Refused at launch: one parameter shared with the embedding cannot have two compute dtypes under FSDP2. Untie the "
+    "head, or use precision='float32'."
+)
 
-def head_edges(rows: HeadRows, *, tied: bool, experts: bool) -> Iterator[Edge]:
-    """A float32 head whose logits a bfloat16 root rounds back: on this dense head; why not elsewhere."""
-    refused = (
-        "refused at launch: one parameter shared with the embedding cannot have two compute dtypes under FSDP2. Untie the "
-        "head, or use precision='float32'."
-    )
+
+def num_experts(text_config: Any) -> int:
+    """Routed experts of a layer by a model's text config, 0 for a dense model; families name them differently."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return int(next((n for name in names if (n := getattr(text_config, name, None))), 0))
+
+
+def head_edges(rows: HeadRows, *, tied: bool) -> Iterator[Edge]:
+    """A float32 head whose logits a bfloat16 root rounds back: on this dense head; why not on a tied one."""
     if tied:
-        yield unmeasured(HEAD, f"this model's head is tied; {refused}")
+        yield unmeasured(HEAD, f"this model's head is tied. {REFUSED_TIED}")
     elif rows.transformed:
         yield unmeasured(HEAD, _TRANSFORMED)
     else:
         yield _head_edge(rows)
-    yield unmeasured(
-        f"{HEAD}, expert parallel",
-        "this toolkit shards experts like any other weight and offers no expert parallelism, so no rank runs that path."
-        if experts
-        else "this model is dense; there are no experts to be parallel over.",
-    )
-    yield unmeasured(f"{HEAD}, tied", refused if tied else "this model's head is not tied to its embedding.")
+    yield unmeasured(f"{HEAD}, tied", REFUSED_TIED if tied else "this model's head is not tied to its embedding.")
 
 
 def _head_edge(rows: HeadRows) -> Edge:

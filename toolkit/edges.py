@@ -18,6 +18,7 @@ from toolkit.dtensors import whole
 from toolkit.edge_report import Edge, EdgeReport, unmeasured
 from toolkit.edge_rows import NAMES, HeadRows, head_edges, raw_loss_edges, temperature_edges
 from toolkit.errors import SpecError
+from toolkit.expert_edges import expert_head_edges
 from toolkit.logprobs import forward_logprobs
 from toolkit.policy import Policy, check_finite
 from toolkit.prompts import Batch
@@ -31,32 +32,33 @@ _RANGE = "float16 range"
 def measure_edges(policy: Policy, config: GRPOConfig, problems: list[tuple[str, str]], step: int) -> EdgeReport | None:
     """Measure every edge (all ranks together) on completions sampled for it; the report is rank 0's, None on others.
 
-    The model runs once with bfloat16 outputs; all edges but float16's are arithmetic on what its head was given and what
-    came out, on rank 0. Costs a rollout, four forwards, the head's weight gathered in float32 on each rank, and seconds of
-    arithmetic.
+    The model runs once with bfloat16 outputs; all edges but float16's and the experts' are arithmetic on what its head was
+    given and what came out, on rank 0. Costs a rollout, four forwards (a mixture of experts: eight more), the head's weight
+    gathered in float32 on each rank, and seconds of arithmetic.
     """
     batch = sample_step(policy, config, problems, step).batch.to(policy.device)
     range_edge = _float16_edge(policy, batch, config.temperature)
+    policy.progress("edges: experts", 0, 4)
+    after = [*expert_head_edges(policy, batch), range_edge]
     try:
         rows = _head_rows(policy, batch)
     except (SpecError, FloatingPointError) as error:
         edges = [unmeasured(name, str(error)) for name in NAMES]
-        return EdgeReport(str(policy.spec.model), 0, [*edges, range_edge]) if policy.is_first else None
+        return EdgeReport(str(policy.spec.model), 0, [*edges, *after]) if policy.is_first else None
     if not policy.is_first:
         return None
     text: Any = policy.model.config.get_text_config()  # type: ignore[operator, union-attr]
-    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     groups: list[tuple[str, Callable[[], Iterable[Edge]]]] = [
         ("raw-logit losses", lambda: raw_loss_edges(rows, policy.eos_ids[0])),
         ("temperature", lambda: temperature_edges(rows, config.temperature)),
-        ("float32 head", lambda: head_edges(rows, tied=bool(text.tie_word_embeddings), experts=experts)),
+        ("float32 head", lambda: head_edges(rows, tied=bool(text.tie_word_embeddings))),
     ]
     edges = []
-    for done, (name, measure) in enumerate(groups):
-        policy.progress(f"edges: {name}", done, len(groups))
+    for done, (name, measure) in enumerate(groups, 1):
+        policy.progress(f"edges: {name}", done, 1 + len(groups))
         edges += measure()
-    policy.progress("edges", len(groups), len(groups))
-    return EdgeReport(str(policy.spec.model), len(rows.targets_N), [*edges, range_edge])
+    policy.progress("edges", 1 + len(groups), 1 + len(groups))
+    return EdgeReport(str(policy.spec.model), len(rows.targets_N), [*edges, *after])
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """FSDP2 as AutoModel applies it: apply, look into, switch, recover.
 
-This file and fsdp_watch.py are the only ones that touch private parts of torch or nemo-automodel. Each use says why;
-tests/test_upstream.py fails loudly when one of them changes.
+With fsdp_watch.py, fsdp_experts.py and fakes.py the only files that touch private parts of torch, transformers or
+nemo-automodel. Each use says why; tests/test_upstream.py fails loudly when one of them changes.
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ def shard(model: nn.Module, setup: DistributedSetup) -> nn.Module:
         enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
     )
     return sharded
+
+
+def attention_of(model: nn.Module) -> str:
+    """The name of the attention that every layer reads at every forward; transformers has a public setter, but no getter."""
+    config: Any = model.config
+    return str(config._attn_implementation)
 
 
 def unit_modules(model: nn.Module) -> dict[str, FSDPModule]:

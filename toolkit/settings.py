@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit import fsdp
 from toolkit.attention import attention_name
 from toolkit.checks import check_one_of, check_temperature, check_whole
 from toolkit.errors import SpecError
@@ -57,7 +58,7 @@ class Setting:
             SpecError: the combination is refused, or the attention kernel is not installed.
         """
         model: Any = policy.model
-        before = model.config._attn_implementation  # read by every layer at every forward; there is no public getter
+        before = fsdp.attention_of(model)
         wanted = attention_name(self.attn_implementation, policy.device.type)
         switches = wanted != before
         try:
