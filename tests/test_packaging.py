@@ -89,7 +89,8 @@ def test_importing_the_toolkit_and_its_extension_imports_neither_torch_nor_trans
         "import sys, toolkit as tk\n"
         "tk.dtype_picker; tk.launch; tk.PolicySpec(model='m'); tk.GRPOConfig(); tk.tiny_policy(); tk.load_recipe\n"
         "tk.predict_memory\n"
-        "import toolkit.magics\n"
+        "tk.tradeoffs\n"
+        "import toolkit.magics, toolkit.tradeoff_grid, toolkit.tradeoff_report\n"
         "heavy = {'torch', 'transformers', 'nemo_automodel', 'pandas', 'plotly'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -5,7 +5,11 @@ The formulas are NeMo-RL's (`ClippedPGLossFn`), with g the logprobs that made th
 
 from __future__ import annotations
 
-import torch
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the thresholds are read where torch is not loaded
+    import torch
 
 #: Above these the field starts to look for a cause: NeMo-RL's documentation for the first three; prime-rl for k3.
 THRESHOLDS = {"token_mult_prob_error": 1.05, "gen_kl_error": 1e-3, "policy_kl_error": 1e-3, "k3": 0.015}
@@ -27,7 +31,7 @@ def mismatch_sums(g: torch.Tensor, p: torch.Tensor) -> dict[str, float]:
     """
     g, p = g.double(), p.double()
     diff = p - g
-    mixture = torch.logaddexp(g, p) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+    mixture = g.logaddexp(p) - math.log(2)
     sums = {
         "token_mult_prob_error": diff.abs().exp(),
         "gen_kl_error": diff.expm1() - diff,
