@@ -336,7 +336,9 @@ def test_the_orders_of_temperature_and_the_modes_of_logprobs_compare_too(one_ran
 
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     ("float32", "float8", {}, "output_dtype='float8'"),
-    ("float32", {"precision": "float32"}, {}, "'precision' is built into a session"),
+    ("float32", {"activation_checkpointing": "hf"}, {}, "'activation_checkpointing' is built into a session"),
+    ({"precision": "float8"}, {}, {}, "precision='float8'"),
+    ({"precision": "float32", "lm_head_precision": "float32"}, {}, {}, "changes nothing at precision='float32'"),
     ("float32", {"dtype": "float32"}, {}, "'dtype' is no setting"),
     ("float32", "bfloat16", {"temperature": 0.0}, "logits are divided by it"),
     ("float32", {"temperature": "warm"}, {}, "temperature='warm'"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,10 +23,11 @@ from toolkit.policy import LIVE_FIELDS, Policy, set_optimizer
 from toolkit.prompts import make_batch
 from toolkit.replay import score_tokens
 from toolkit.rollouts import sample
-from toolkit.settings import OTHER_FIELDS, Setting
+from toolkit.settings import BUILT_FIELDS, OTHER_FIELDS, Setting
 from toolkit.spec import GRPOConfig, PolicySpec
 from toolkit.step import TrainingBatch, forward_backward, score
 
+FEW: dict[str, Any] = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 3}
 ROWS = [[1, 5, 14, 6, 40, 7, 8, 2], [1, 7, 14, 13, 5, 40, 11, 2], [1, 20, 30, 2]]
 
 
@@ -203,11 +206,50 @@ def test_another_attention_kernel_is_switched_live_and_put_back(fresh: tk.Sessio
     assert fresh.run(kernel) == [before]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("field", ["precision", "lm_head_precision"])
+def test_sides_of_another_build_are_what_a_session_of_that_build_gives(ranks: int, field: str, tmp_path: Path) -> None:
+    """Same tokens, same weights (trained ones, not the folder's), gradients and all; the session stays as it was."""
+    with tk.launch(model=tk.tiny_policy(), ranks=ranks, learning_rate=1e-3, **FEW) as session:
+        session.grpo_step()
+        report = session.divergence({field: None if "head" in field else "bfloat16"}, {field: "float32"}, token_ids=ROWS)
+        own = session.divergence(token_ids=ROWS)
+        session.export(tmp_path / "trained", dtype="float32")
+        assert set(session.units()["param_dtype"]) == {"bfloat16"}
+    with tk.launch(model=tmp_path / "trained", ranks=ranks, **{field: "float32"}, **FEW) as session:
+        other = session.divergence(token_ids=ROWS)
+    columns = ["sequence", "position", "token", "text"]
+    pd.testing.assert_frame_equal(report.tokens[columns], other.tokens[columns])
+    np.testing.assert_array_equal(report.tokens["logprob_a"], own.tokens["logprob_a"])
+    np.testing.assert_array_equal(report.tokens["logprob_b"], other.tokens["logprob_a"])
+    assert report.metrics["mean_abs_nats"] > 1e-3
+    assert 1e-3 < report.metrics["gradient_relative_error"] < 0.5
+    assert report.truth["b_from_float64_nats"] < report.truth["a_from_float64_nats"]
+    assert (report.b, report.units) == (f"{field}=float32", {})
+    assert ("16-bit compute costs" if field == "precision" else "a float32 head keeps float32 logits") in report.cause
+
+
+def test_both_sides_may_share_another_build(fresh: tk.Session) -> None:
+    """Then single units are switched in it."""
+    report = fresh.divergence("float32", "bfloat16", token_ids=ROWS, precision="float32")
+    assert "compute is float32, so every unit really rounds what it emits" in report.cause
+    assert sum(value > 0 for value in report.units.values()) > 3
+    assert report.truth["a_from_float64_nats"] < 1e-5
+
+
+def test_a_float32_head_of_a_tied_model_is_refused_as_at_launch(tied_model: Path) -> None:
+    with tk.launch(model=tied_model, **FEW) as session:
+        with pytest.raises(SpecError, match="tied to its input embedding"):
+            session.divergence({}, {"lm_head_precision": "float32"}, token_ids=ROWS)
+        session.grpo_step()
+
+
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     ({"batch_size": 0}, {}, {}, "batch_size=0 must be a whole number"),
     ({"logprobs": "vllm"}, {}, {}, "logprobs='vllm' is not allowed; choose one of 'trainer', 'sampler'"),
     ({"attn_implementation": "flash_attention_2"}, {}, {}, "has no CPU kernel"),
-    ({"lm_head_precision": "float32"}, {}, {}, "'lm_head_precision' is built into a session"),
+    ({"lm_head_precision": "bfloat16"}, {}, {}, "only 'float32' makes a difference"),
+    ({"reduce_dtype": "bfloat16"}, {}, {}, "'reduce_dtype' is built into a session"),
     ("float32", "bfloat16", {"text": ""}, "none of them empty"),
     ("float32", "bfloat16", {"text": []}, "none of them empty"),
     ("float32", "bfloat16", {"text": [3]}, "none of them empty"),
@@ -344,7 +386,7 @@ def test_several_differences_are_not_blamed_on_one(fresh: tk.Session) -> None:
 
 def test_every_setting_has_a_reason(fresh: tk.Session) -> None:
     def reasons(policy: Policy) -> list[str]:
-        return [_why_other(policy, {name}) for name in (*LIVE_FIELDS, *OTHER_FIELDS)]
+        return [_why_other(policy, {name}) for name in (*LIVE_FIELDS, *OTHER_FIELDS, *BUILT_FIELDS)]
 
     (found,) = fresh.run(reasons)
     assert all(text.startswith("Cause: ") for text in found)

@@ -12,6 +12,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.errors import SpecError
+from toolkit.launching import twin_of
 from toolkit.tradeoff_report import TradeoffRow, grid_verdict, pareto_front
 
 SIZES = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 4}
@@ -110,6 +111,38 @@ def test_twins_measure_with_the_sessions_own_weights_and_leave_no_trace(tmp_path
         assert frame.loc[("float32", "hf"), "boundary_bytes"] > frame.loc[("float32", False), "boundary_bytes"]
         assert "mine" in session.restart()
         session.grpo_step()
+
+
+def test_a_tensor_parallel_twin_is_measured_on_both_ranks() -> None:
+    """Its rows are what sessions of that very layout measure, and what is reported of the session itself stays its own."""
+    fields = {"precision": "float32", "learning_rate": 1e-3, **SIZES}
+    dtypes = ("float32", "bfloat16")
+    with tk.launch(model=tk.tiny_policy(), ranks=2, **fields) as session:
+        session.grpo_step()
+        report = session.tradeoffs(dtypes, tensor_parallel_sizes=(1, 2), twins=True)
+        frame = report.to_frame().set_index(["output_dtype", "tensor_parallel_size"])
+        with twin_of(session, tensor_parallel_size=2) as twin:
+            assert twin.spec.tensor_parallel_size == 2
+            peaks = {dtype: twin.memory(output_dtype=dtype) for dtype in dtypes}
+            apart = twin.divergence("float32", "bfloat16")
+        own = session.divergence("float32", "bfloat16")
+        session.grpo_step()
+    assert set(frame["failure"]) == {""}
+    for dtype, memory in peaks.items():
+        row = frame.loc[(dtype, 2)]
+        assert row["memory_source"] == "measured in a twin"
+        assert row["peak_bytes"] == memory.peak_bytes
+        assert row["logit_peak_bytes"] == memory.logit_peak_bytes
+        assert memory.categories["parameters"] < 0.6 * report.memory[dtype].categories["parameters"] or memory.peak_bytes
+    for parallel, divergence in ((1, own), (2, apart)):
+        row = frame.loc[("bfloat16", parallel)]
+        assert row["mean_abs_nats"] == divergence.metrics["mean_abs_nats"] > 1e-4
+        assert row["gradient_relative_error"] == divergence.metrics["gradient_relative_error"]
+        assert row["from_float64_nats"] == divergence.truth["b_from_float64_nats"]
+    assert frame.loc[("bfloat16", 2), "divergence_source"] == "measured in a twin, from its own float32 outputs"
+    assert frame.loc[("float32", 2), "divergence_source"] == "the reference of its twin"
+    assert frame.loc[("float32", 2), "mean_abs_nats"] == 0.0
+    assert "tensor-parallel" in report.verdict.lower() or report.varied == ("output_dtype", "tensor_parallel_size")
 
 
 def test_float16_that_overflows_is_a_row_with_its_failure() -> None:

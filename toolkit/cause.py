@@ -84,6 +84,10 @@ def _why_other(policy: Policy, differing: set[str]) -> str:
         "logprobs": f"a token at a time through the KV cache sums in another order than all at once: {noise}",
         "attn_implementation": f"another attention kernel sums in another order and rounds elsewhere: {noise}",
         "output_dtype": "the units emit another dtype",
+        "precision": "every matrix product rounds its weights and operands to the compute dtype: what 16-bit compute costs",
+        "lm_head_precision": (
+            f"a float32 head keeps float32 logits of float32 weights, where the plain one rounds both to {precision}"
+        ),
         "logprob_mode": "the same float32 sums, in another order",
         "logprob_chunk_size": "the same float32 sums, in another order",
     }

@@ -1,6 +1,7 @@
 """Two settings of the same weights on the same tokens: how far is each token's logprob apart, and why.
 
-Both sides run on the very same sharded model (`settings.Setting` says what may differ). Shapes: _B sequences, _T tokens.
+Both sides run on the very same sharded model, or one on a second model of its weights (`settings.Setting` says what may
+differ). Shapes: _B sequences, _T tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from toolkit.mismatch import mismatch_sums
 from toolkit.policy import Policy
 from toolkit.prompts import Batch, Reward, make_batch
 from toolkit.replay import Scored, score_tokens
-from toolkit.settings import Setting, resolve_settings
+from toolkit.settings import Setting, policy_for, resolve_settings
 from toolkit.spec import GRPOConfig
 from toolkit.step import TrainingBatch, forward_backward, training_batch
 from toolkit.truth import CHEAP_PARAMETERS, exact_logprobs
@@ -54,8 +55,10 @@ def compare(
         truth: also measure both sides' distance to all-float32 and float64 runs; None where it is cheap.
     """
     side_a, side_b = resolve_settings(policy, a, b, common, config.temperature)
-    for side in (side_a, side_b):  # refuse either before anything runs
-        with side.applied(policy):
+    built_a = policy_for(policy, side_a)
+    built_b = built_a if side_a.built == side_b.built else policy_for(policy, side_b)
+    for side, built in ((side_a, built_a), (side_b, built_b)):  # refuse either before anything runs
+        with side.applied(built):
             pass
     training = _tokens(policy, config, problems, token_ids, reward, step)
     if token_ids is not None:  # nobody sampled them, so the loss has nothing to correct or to penalise
@@ -67,7 +70,7 @@ def compare(
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
         )
-    score_a, score_b = (_score(policy, config, training, side) for side in (side_a, side_b))
+    score_a, score_b = _score(built_a, config, training, side_a), _score(built_b, config, training, side_b)
     exact, no_truth = _truth(policy, training.batch, {side_a.temperature, side_b.temperature}, truth)
     table, metrics = _per_token(policy, config, training, score_a, score_b)
     distances = _distances(policy, training, (score_a, score_b), (side_a, side_b), exact)
@@ -77,8 +80,8 @@ def compare(
         metrics |= found
     else:
         metrics |= dict.fromkeys(GRADIENT_METRICS, math.nan)
-    units = by_unit(policy, training, side_a, side_b, score_a.tokens.logprobs_BT) if metrics["mean_abs_nats"] else {}
-    cause = explain(policy, side_a, side_b, metrics, units, score_a.gradient if gradients is not None else "")
+    units = by_unit(built_a, training, side_a, side_b, score_a.tokens.logprobs_BT) if metrics["mean_abs_nats"] else {}
+    cause = explain(built_a, side_a, side_b, metrics, units, score_a.gradient if gradients is not None else "")
     if gradients is None:
         cause += " (The sampler makes no gradients, so none are compared.)"
     return DivergenceReport(

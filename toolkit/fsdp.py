@@ -7,6 +7,8 @@ nemo-automodel. Each use says why; tests/test_upstream.py fails loudly when one 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
 from nemo_automodel.components.distributed.mesh import ParallelismSizes
 from nemo_automodel.components.distributed.model_parallelizer import get_model_parallelizer
@@ -53,12 +56,14 @@ def build_setup(spec: PolicySpec, world_size: int) -> DistributedSetup:
         offload_policy=CPUOffloadPolicy(pin_memory=False) if spec.cpu_offload else None,
     )
     inside = spec.activation_checkpointing if spec.activation_checkpointing != "hf" else False
-    return DistributedSetup.build(
-        config,
-        ParallelismSizes(tp_size=spec.tensor_parallel_size),
-        activation_checkpointing=inside,
-        world_size=world_size,
-    )
+    meshes = meshes_of(dist.group.WORLD, world_size, tp_size=spec.tensor_parallel_size)
+    return dataclasses.replace(meshes, strategy_config=config, activation_checkpointing=inside)
+
+
+@functools.cache
+def meshes_of(world: dist.ProcessGroup, world_size: int, **sizes: int) -> DistributedSetup:
+    """The device meshes of sizes named as in `ParallelismSizes`; each brings a dozen process groups, so once for a world."""
+    return DistributedSetup.build(FSDP2Config(), ParallelismSizes(**sizes), world_size=world_size)
 
 
 def _policy(spec: PolicySpec, output_dtype: str) -> MixedPrecisionPolicy:

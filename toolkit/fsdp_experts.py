@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from nemo_automodel._transformers.registry import ModelRegistry  # private: nothing public finds a class without building it
-from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
-from nemo_automodel.components.distributed.mesh import ParallelismSizes
+from nemo_automodel.components.distributed.config import FSDP2Config, MoEParallelizerConfig
 from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -74,18 +73,12 @@ def build_expert_parallel(
     own.load_state_dict(own.state_dict_adapter.from_hf(dict(weights)))
     dtypes = (torch_dtype(spec.precision), torch_dtype(spec.reduce_dtype), torch_dtype(output_dtype))
     setup = dataclasses.replace(
-        _meshes(ranks),
+        fsdp.meshes_of(dist.group.WORLD, ranks, ep_size=ranks),
         strategy_config=FSDP2Config(mp_policy=MixedPrecisionPolicy(*dtypes, spec.cast_forward_inputs)),
         moe_parallel_config=MoEParallelizerConfig(lm_head_precision=lm_head_precision, wrap_outer_model=wrap_outer_model),
     )
     sharded: nn.Module = parallelize_model(own.to(device), setup.mesh_context)
     return sharded.eval()
-
-
-@functools.cache
-def _meshes(ranks: int) -> DistributedSetup:
-    """Made once for a process: each has a dozen process groups, which would pile up."""
-    return DistributedSetup.build(FSDP2Config(), ParallelismSizes(ep_size=ranks), world_size=ranks)
 
 
 @contextlib.contextmanager

@@ -242,7 +242,8 @@ class Session(LivePolicy):
             a, b: an output dtype, or a mapping of settings: those of `set_live` (output_dtype, cast_forward_inputs,
                 autocast, logprob_mode, logprob_chunk_size, temperature_order), and temperature, batch_size (sequences in one
                 forward of a rank; None for all), logprobs ("trainer", or "sampler": token by token through the KV cache),
-                attn_implementation ("sdpa", "eager").
+                attn_implementation ("sdpa", "eager"); precision and lm_head_precision, which take a second model of the same
+                weights on these ranks meanwhile.
             token_ids, text: score these sequences; neither samples completions of the next step's prompts and scores those
                 (on tokens a model would not write, a float32 head shows nothing).
             truth: also run the same weights all in float32 and all in float64, and say how far each side is from that. It
