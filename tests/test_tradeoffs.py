@@ -42,10 +42,14 @@ def test_the_verdict_takes_the_smallest_peak_within_the_fields_limits() -> None:
         "Of the whole grid: use float32 outputs, chunked logprobs; its peak of 900 B (measured) is 10.0% below"
     )
     assert words.endswith("1.0e-02 nats from the reference.")
+    twin = dataclasses.replace(rows[1], divergence_source="measured in a twin, from its own float32 outputs")
+    assert grid_verdict(pareto_front([rows[0], twin]), axes).endswith("1.0e-02 nats from its own build's reference.")
     nearer = [dataclasses.replace(r, from_float64_nats=x) for r, x in zip(rows, (0.02, 0.001, 0.2), strict=True)]
     assert grid_verdict(pareto_front(nearer), axes).endswith(
         "Nearest to a float64 run is float32 outputs, chunked logprobs: 1.0e-03 nats; the reference is 2.0e-02 away."
     )
+    level = [dataclasses.replace(r, from_float64_nats=x) for r, x in zip(rows, (7e-7, 6e-7, 0.2), strict=True)]
+    assert "Nearest" not in grid_verdict(pareto_front(level), axes)
     assert "keep float32 outputs, materialized logprobs" in grid_verdict(pareto_front(rows[:1] + rows[2:]), axes)
     assert "the reference itself cannot be used" in grid_verdict(pareto_front([row(None, None), row(5, 0.1)]), axes)
 
@@ -113,6 +117,7 @@ def test_twins_measure_with_the_sessions_own_weights_and_leave_no_trace(tmp_path
         session.grpo_step()
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_twin_is_measured_on_both_ranks() -> None:
     """Its rows are what sessions of that very layout measure, and what is reported of the session itself stays its own."""
     fields = {"precision": "float32", "learning_rate": 1e-3, **SIZES}
@@ -133,7 +138,6 @@ def test_a_tensor_parallel_twin_is_measured_on_both_ranks() -> None:
         assert row["memory_source"] == "measured in a twin"
         assert row["peak_bytes"] == memory.peak_bytes
         assert row["logit_peak_bytes"] == memory.logit_peak_bytes
-        assert memory.categories["parameters"] < 0.6 * report.memory[dtype].categories["parameters"] or memory.peak_bytes
     for parallel, divergence in ((1, own), (2, apart)):
         row = frame.loc[("bfloat16", parallel)]
         assert row["mean_abs_nats"] == divergence.metrics["mean_abs_nats"] > 1e-4
@@ -142,7 +146,7 @@ def test_a_tensor_parallel_twin_is_measured_on_both_ranks() -> None:
     assert frame.loc[("bfloat16", 2), "divergence_source"] == "measured in a twin, from its own float32 outputs"
     assert frame.loc[("float32", 2), "divergence_source"] == "the reference of its twin"
     assert frame.loc[("float32", 2), "mean_abs_nats"] == 0.0
-    assert "tensor-parallel" in report.verdict.lower() or report.varied == ("output_dtype", "tensor_parallel_size")
+    assert "below float32 outputs, TP 1, itself the reference of its build." in report.verdict
 
 
 def test_float16_that_overflows_is_a_row_with_its_failure() -> None:

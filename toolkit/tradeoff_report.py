@@ -196,11 +196,11 @@ def grid_verdict(rows: list[TradeoffRow], axes: tuple[str, ...]) -> str:
     reference = rows[0]
     exact = [row for row in rows if row.from_float64_nats is not None]
     nearest = min(exact, key=lambda row: row.from_float64_nats or 0.0, default=reference)
-    truth = ""
-    if nearest is not reference and reference.from_float64_nats is not None:
+    truth, far = "", reference.from_float64_nats
+    if far is not None and (nearest.from_float64_nats or 0.0) < far / 2:  # closer than that is the noise of an order of sums
         truth = (
             f" Nearest to a float64 run is {nearest.describe(axes)}: {nearest.from_float64_nats:.1e} nats; the reference "
-            f"is {reference.from_float64_nats:.1e} away."
+            f"is {far:.1e} away."
         )
     known = [row for row in rows if row.peak_bytes is not None]
     on_front = [row for row in known if row.pareto and not row.over_limits]
@@ -210,7 +210,10 @@ def grid_verdict(rows: list[TradeoffRow], axes: tuple[str, ...]) -> str:
     change = (best.peak_bytes or 0) - reference.peak_bytes
     if best is reference or change >= 0:
         return f"Of the whole grid: keep {reference.describe(axes)}; no other within the limits has a lower peak.{truth}"
-    cost = "unmeasured in nats" if best.mean_abs_nats is None else f"{best.mean_abs_nats:.1e} nats from the reference"
+    whose = "its own build's" if "twin" in best.divergence_source else "the"
+    cost = "unmeasured in nats" if best.mean_abs_nats is None else f"{best.mean_abs_nats:.1e} nats from {whose} reference"
+    if best.divergence_source.endswith("of its twin"):  # 0 by definition
+        cost = "itself the reference of its build"
     return (
         f"Of the whole grid: use {best.describe(axes)}; its peak of {format_bytes(best.peak_bytes or 0)} "
         f"({best.memory_source}) is {abs(change) / reference.peak_bytes:.1%} below {reference.describe(axes)}, "
