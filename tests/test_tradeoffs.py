@@ -13,6 +13,7 @@ import pytest
 import toolkit as tk
 from toolkit.errors import SpecError
 from toolkit.launching import twin_of
+from toolkit.tradeoff_figures import numbered
 from toolkit.tradeoff_report import TradeoffRow, grid_verdict, pareto_front
 
 SIZES = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 4}
@@ -69,8 +70,15 @@ def test_dtypes_and_modes_are_measured_in_the_session_itself(one_rank: tk.Sessio
     one_rank.set_live(logprob_mode="materialized")
     assert by.loc[("bfloat16", "chunked"), "peak_bytes"] == direct.peak_bytes
     assert report.varied == ("output_dtype", "logprob_mode")
+    points = report.figure().data[1:]
+    assert [point.name for point in points][1] == "2: float32 outputs, chunked logprobs"
+    assert sorted(", ".join(point.text[0] for point in points if point.text[0]).split(", ")) == ["1", "2", "3", "4"]
     assert "Of the whole grid: " in report.verdict
     assert one_rank.spec.logprob_mode == "materialized"
+
+
+def test_points_that_fall_together_share_a_label() -> None:
+    assert numbered([(0.0, 5.0), (0.5, 5.0), (0.01, 5.01), (0.0, 6.0), (0.52, 5.02)]) == ["1, 3", "2, 5", "", "4", ""]
 
 
 def test_what_needs_another_build_is_predicted_and_says_so(two_ranks: tk.Session) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
 #: Ratios within which the field calls a token unmoved.
 _BAND = (0.8, 1.25)
+_LONGEST_ON_AXIS = 20  # characters
 _LIMIT_NATS = math.log(THRESHOLDS["token_mult_prob_error"])
 
 
@@ -31,21 +32,22 @@ def divergence_figure(report: DivergenceReport) -> go.Figure:
         if identical
         else f"|delta| {m['mean_abs_nats']:.1e} nats mean, {m['max_abs_nats']:.1e} max"
     )
+    a, _ = names = _sides(report)
     figure = new_figure(
-        f"{report.a} against {report.b}: {found}",
+        f"{_title(report)}: {found}",
         rows=2,
         cols=2,
         subplot_titles=(
             "Probability of each token",
             f"delta in nats ({m['fraction_outside_clip']:.1%} outside the clip range)",
-            f"|delta| by probability under {report.a}",
+            f"|delta| by probability under {a}",
             "|delta| by position in the sequence",
         ),
         horizontal_spacing=0.13,
         vertical_spacing=0.17,
     )
-    _scatter(figure, report)
-    _histogram(figure, report)
+    _scatter(figure, report, names)
+    _histogram(figure, report, names)
     by_bin = binned(report.tokens)
     _errors(figure, 1, by_bin["bin"].tolist(), by_bin, [f"{n} tokens" for n in by_bin["tokens"]])
     by_place = by_position(report.tokens)
@@ -54,6 +56,19 @@ def divergence_figure(report: DivergenceReport) -> go.Figure:
     figure.update_xaxes(title_text="position", row=2, col=2)
     figure.update_layout(height=720, bargap=0.15, legend={"orientation": "h", "x": 0, "y": -0.1})
     return figure
+
+
+def _title(report: DivergenceReport) -> str:
+    """Both sides; with letters where the axes take those."""
+    if report.a == report.b:
+        return f"{report.a} twice"
+    a, b = _sides(report)
+    return f"{report.a} against {report.b}" if a == report.a else f"{report.a} ({a}) against {report.b} ({b})"
+
+
+def _sides(report: DivergenceReport) -> tuple[str, str]:
+    """Both sides as the axes name them."""
+    return (report.a, report.b) if max(len(report.a), len(report.b)) <= _LONGEST_ON_AXIS else ("a", "b")
 
 
 def binned(tokens: pd.DataFrame) -> pd.DataFrame:
@@ -73,7 +88,7 @@ def _grouped(tokens: pd.DataFrame, keys: pd.Series[int]) -> pd.DataFrame:
     return found.rename(columns={"count": "tokens"}).reset_index()
 
 
-def _scatter(figure: go.Figure, report: DivergenceReport) -> None:
+def _scatter(figure: go.Figure, report: DivergenceReport, names: tuple[str, str]) -> None:
     tokens = report.tokens
     columns = [tokens["text"].map(repr), *(tokens[c] for c in ("delta_nats", "sequence", "position", "rank_a", "rank_b"))]
     figure.add_scattergl(
@@ -91,8 +106,8 @@ def _scatter(figure: go.Figure, report: DivergenceReport) -> None:
             line={"color": GREY if factor == 1.0 else VERMILION, "dash": dash, "width": 1}, row=1, col=1,
         )  # fmt: skip
     span = [math.log10(low) - 0.1, 0.12]
-    figure.update_xaxes(title_text=f"probability, {report.a}", type="log", range=span, dtick=_decades(low), row=1, col=1)
-    figure.update_yaxes(title_text=f"probability, {report.b}", type="log", range=span, dtick=_decades(low), row=1, col=1)
+    figure.update_xaxes(title_text=f"probability, {names[0]}", type="log", range=span, dtick=_decades(low), row=1, col=1)
+    figure.update_yaxes(title_text=f"probability, {names[1]}", type="log", range=span, dtick=_decades(low), row=1, col=1)
 
 
 def _decades(low: float) -> int:
@@ -100,9 +115,12 @@ def _decades(low: float) -> int:
     return max(1, math.ceil(-math.log10(low) / 6))
 
 
-def _histogram(figure: go.Figure, report: DivergenceReport) -> None:
+def _histogram(figure: go.Figure, report: DivergenceReport, names: tuple[str, str]) -> None:
     """Counts on a log axis; the band a ratio may have before it is clipped, and the field's [0.8, 1.25]."""
-    figure.add_histogram(x=report.tokens["delta_nats"], nbinsx=61, marker={"color": BLUE}, showlegend=False, row=1, col=2)
+    reach = 1.05 * max(report.metrics["max_abs_nats"], -math.log(_BAND[0]))  # one bin in the middle holds the zeros
+    bins = {"start": -reach, "end": reach, "size": 2 * reach / 61}
+    delta = report.tokens["delta_nats"]
+    figure.add_histogram(x=delta, xbins=bins, marker={"color": BLUE}, showlegend=False, row=1, col=2)
     clip = (1 - report.ratio_clip_min, 1 + report.ratio_clip_max)
     for name, band, colour, dash in (
         (f"clip range [{clip[0]:g}, {clip[1]:g}]", clip, VERMILION, "dash"),
@@ -113,7 +131,7 @@ def _histogram(figure: go.Figure, report: DivergenceReport) -> None:
                 figure.add_vline(x=math.log(ratio), line={"color": colour, "dash": dash, "width": 1.5}, row=1, col=2)
         line = {"color": colour, "dash": dash}
         figure.add_scatter(x=[None], y=[None], mode="lines", name=name, line=line, row=1, col=2)
-    figure.update_xaxes(title_text=f"logprob {report.b} − {report.a}", row=1, col=2)
+    figure.update_xaxes(title_text=f"logprob, {names[1]} − {names[0]}", row=1, col=2)
     figure.update_yaxes(title_text="tokens", type="log", dtick=1, row=1, col=2)
 
 
@@ -141,10 +159,12 @@ def thresholds_figure(report: DivergenceReport) -> go.Figure:
     parts = [(v - f) / (THRESHOLDS[n] - f) for n, v, f in zip(names, values, floors, strict=True)]
     over = [name for name, part in zip(names, parts, strict=True) if part > 1]
     figure = new_figure(
-        f"{report.a} against {report.b}: " + (f"over the limit: {', '.join(over)}" if over else "within the field's limits")
+        f"{_title(report)}: " + (f"over the limit: {', '.join(over)}" if over else "within the field's limits")
     )
+    lowest = min([0.1, *(part for part in parts if part > 0)])
+    span = [math.log10(lowest) - 0.5, math.log10(max([1.0, *parts])) + 1]
     figure.add_bar(
-        x=[max(part, 1e-9) for part in parts],
+        x=[max(part, 10 ** (span[0] + 0.01)) for part in parts],
         y=[f"{n}<br>limit {THRESHOLDS[n]:g}" for n in names],
         orientation="h",
         text=[f"{v:.6g}" for v in values],
@@ -153,8 +173,6 @@ def thresholds_figure(report: DivergenceReport) -> go.Figure:
         hovertemplate="%{text}, %{x:.2g} of its limit",
     )
     figure.add_vline(x=1, line={"color": GREY, "dash": "dash"})
-    lowest = min([0.1, *(part for part in parts if part > 0)])
-    span = [math.log10(lowest) - 0.5, math.log10(max([1.0, *parts])) + 1]
     figure.update_xaxes(title_text="multiple of the limit", type="log", dtick=1, range=span)
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(height=330, margin_l=190)
@@ -167,6 +185,10 @@ def units_figure(report: DivergenceReport) -> go.Figure:
     worst = max(units, key=lambda name: units[name], default=None)
     found = f": {worst} makes {units[worst]:.1e} nats" if worst is not None else ": there is nothing to switch"
     figure = new_figure(f"One FSDP unit at a time, {report.a} to {report.b}{found}")
+    if worst is None:
+        words = "They differ in more, or in something else, than a unit's output dtype."
+        figure.add_annotation(text=words, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
+        return figure.update_layout(xaxis_visible=False, yaxis_visible=False, height=200)
     figure.add_bar(x=list(units), y=list(units.values()), marker={"color": VERMILION}, hovertemplate="%{x}: %{y:.2e} nats")
     figure.update_xaxes(automargin=True)
     figure.update_yaxes(title_text="mean |delta| in nats")
@@ -183,10 +205,8 @@ def gradients_figure(report: DivergenceReport) -> go.Figure:
     if frame is None:
         raise ValueError("this divergence has no gradients: the sampler's logprobs have none.")
     m = report.metrics
-    figure = new_figure(
-        f"Gradients differ by {m['gradient_relative_error']:.1e}, their AdamW steps by {m['update_relative_error']:.1e}"
-    )
-    figure.update_layout(title={"xref": "container", "x": 0.02})
+    found = f"differ by {m['gradient_relative_error']:.1e}, their AdamW steps by {m['update_relative_error']:.1e}"
+    figure = new_figure(f"Gradients {found if m['gradient_relative_error'] else 'and their AdamW steps are identical'}")
     columns = ["gradient_relative_error", "update_relative_error"]
     positive = frame[columns].to_numpy().ravel()
     positive = positive[(positive > 0) & np.isfinite(positive)]

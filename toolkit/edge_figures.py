@@ -10,10 +10,10 @@ from plotly.subplots import make_subplots
 
 from toolkit.edge_report import MADE_UP
 from toolkit.edge_rows import ORDER, REFERENCE
-from toolkit.figures import BLUE, GREEN, GREY, PURPLE, VERMILION, template
+from toolkit.figures import BLUE, GREEN, GREY, PURPLE, VERMILION, template, wrapped
 
 if TYPE_CHECKING:
-    from toolkit.edge_report import EdgeReport
+    from toolkit.edge_report import Edge, EdgeReport
 
 #: Where an exact 0 is drawn, as there is none on a log axis: left of every error of a 32-bit float.
 _ZERO = 1e-9
@@ -29,8 +29,9 @@ def edges_figure(report: EdgeReport) -> go.Figure:
         horizontal_spacing=0.14,
         subplot_titles=("Largest error of each edge", "Dividing by T before the upcast"),
     )
+    lines = max((_label(edge).count("<br>") + 1 for edge in worst.values()), default=1)
     figure.update_layout(
-        template=template(), height=480,
+        template=template(), height=144 + (18 + 12 * lines) * max(len(worst), 7),
         title_text=f"{len(report.biting)} of {len(worst)} precision edges bite here{missing}",
         margin={"l": 210, "b": 110}, legend={"orientation": "h", "x": -0.2, "y": -0.22},
     )  # fmt: skip
@@ -41,9 +42,13 @@ def edges_figure(report: EdgeReport) -> go.Figure:
     return figure
 
 
+def _label(edge: Edge) -> str:
+    return f"{wrapped(edge.edge, 34)}<br><span style='font-size:11px'>{edge.unit}</span>"
+
+
 def _bars(figure: go.Figure, report: EdgeReport) -> None:
     rows = [edge for edge in report.worst.values() if edge.error is not None]
-    labels = [f"{edge.edge}<br><span style='font-size:11px'>{edge.unit}</span>" for edge in rows]
+    labels = [_label(edge) for edge in rows]
     for name, values, colour, symbol in (
         ("as it is", [edge.error for edge in rows], VERMILION, "square"),
         ("with the cure", [edge.error_with_cure for edge in rows], GREEN, "circle"),

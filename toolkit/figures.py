@@ -6,6 +6,7 @@ them; backgrounds are transparent and text is a grey readable on both, because t
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -29,15 +30,16 @@ DTYPE_STYLE = {
 
 def template() -> go.layout.Template:
     """The look all figures share."""
-    axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": GREY, "ticks": "outside", "tickcolor": GREY}
-    axis |= {"exponentformat": "power"}
+    axis: dict[str, object] = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": GREY}
+    axis |= {"ticks": "outside", "tickcolor": GREY}
+    axis |= {"exponentformat": "power", "automargin": True, "title": {"font": {"size": 13}, "standoff": 8}}
     return go.layout.Template(
         layout={
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"color": GREY, "size": 13},
             "colorway": [BLUE, VERMILION, GREEN, PURPLE],
-            "title": {"x": 0, "xref": "paper", "font": {"size": 15}},
+            "title": {"x": 0.02, "xref": "container", "font": {"size": 15}},
             "xaxis": axis,
             "yaxis": axis,
             "margin": {"l": 70, "r": 20, "t": 80, "b": 60},
@@ -48,10 +50,18 @@ def template() -> go.layout.Template:
     )
 
 
+def wrapped(text: str, width: int = 100) -> str:
+    """Text in lines of at most so many characters; 100 fit a title on the width of a notebook."""
+    return "<br>".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False))
+
+
 def new_figure(title: str, rows: int = 1, cols: int = 1, **subplots: object) -> go.Figure:
     """An empty figure in our look."""
     figure = make_subplots(rows=rows, cols=cols, **subplots) if rows * cols > 1 else go.Figure()
-    figure.update_layout(template=template(), title_text=title)
+    text = wrapped(title)
+    figure.update_layout(template=template(), title_text=text)
+    if "<br>" in text:
+        figure.update_layout(margin_t=80 + 18 * text.count("<br>"))
     for annotation in figure.layout.annotations:  # subplot titles
         annotation.font = {"size": 13, "color": GREY}
     return figure

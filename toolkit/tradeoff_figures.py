@@ -34,30 +34,47 @@ def tradeoffs_figure(report: TradeoffReport) -> go.Figure:
         x=[r.mean_abs_nats for r in front], y=[(r.peak_bytes or 0) / size for r in front], mode="lines", name="Pareto front",
         line={"color": GREY, "dash": "dash", "shape": "hv", "width": 1}, hoverinfo="skip", showlegend=len(front) > 1,
     )  # fmt: skip
-    crowded = len(plotted) > 8
-    for row in plotted:
+    most = max(max(r.mean_abs_nats or 0.0 for r in plotted), 1e-6)
+    low, high = (f((r.peak_bytes or 0) / size for r in rows) for f in (min, max))
+    room = max(high - low, 0.01 * high)
+    alone = len(report.varied) == 1  # then a dtype says all; else numbers, and the legend says what they are
+    places = [((r.mean_abs_nats or 0.0) / most, (r.peak_bytes or 0) / size / room) for r in plotted]
+    numbers = [r.output_dtype for r in plotted] if alone else numbered(places)
+    for number, (label, row) in enumerate(zip(numbers, plotted, strict=True), 1):
         colour, symbol, _ = DTYPE_STYLE[row.output_dtype]
         predicted = row.memory_source == "predicted"
         figure.add_scatter(
-            x=[row.mean_abs_nats], y=[(row.peak_bytes or 0) / size], text=[_label(report, row)],
-            mode="markers" if crowded and not row.pareto else "markers+text", textposition="bottom right", showlegend=False,
+            x=[row.mean_abs_nats], y=[(row.peak_bytes or 0) / size], text=[label], mode="markers+text",
+            name=f"{number}: {_label(report, row)}", textposition="bottom right", showlegend=not alone,
             marker={"color": colour, "symbol": f"{symbol}-open" if predicted else symbol, "size": 12},
             customdata=[[row.memory_source, row.divergence_source, format_bytes(row.peak_bytes or 0)]],
-            hovertemplate="%{text}<br>%{x:.2e} nats (%{customdata[1]})<br>%{customdata[2]} (%{customdata[0]})",
+            hovertemplate=f"{_label(report, row)}<br>"
+            "%{x:.2e} nats (%{customdata[1]})<br>%{customdata[2]} (%{customdata[0]})",
         )  # fmt: skip
-    most = max(max(r.mean_abs_nats or 0.0 for r in plotted), 1e-6)
     figure.update_xaxes(
         title_text=f"mean |delta| in nats from {reference.describe(report.varied)}", range=[-0.08 * most, 1.5 * most]
     )
-    low, high = (f((r.peak_bytes or 0) / size for r in rows) for f in (min, max))
-    room = max(high - low, 0.01 * high)
     figure.update_yaxes(title_text=f"peak {unit}", range=[low - 0.4 * room, high + 0.4 * room])
     if any(row.memory_source == "predicted" for row in plotted):
         figure.add_annotation(
             text="open: predicted", x=1, y=1, xref="paper", yref="paper", showarrow=False, yanchor="bottom"
         )
-    figure.update_layout(height=480, margin_t=100, legend={"orientation": "h", "x": 0, "y": -0.2})
+    key = 0 if alone else 19 * len(plotted)
+    figure.update_layout(height=480 + key, margin={"t": 100, "b": 110 + key})
+    figure.update_layout(legend={"orientation": "h" if alone else "v", "x": 0, "y": -75 / 270, "yanchor": "top"})
     return figure
+
+
+def numbered(places: list[tuple[float, float]]) -> list[str]:
+    """Numbers from 1 for points on axes of about unit length; those that fall together are said at the first of them."""
+    labels: list[list[str]] = []
+    for number, (x, y) in enumerate(places, 1):
+        near = (i for i, (u, v) in enumerate(places[: number - 1]) if abs(u - x) < 0.04 and abs(v - y) < 0.05 and labels[i])
+        first = next(near, None)
+        labels.append([] if first is not None else [str(number)])
+        if first is not None:
+            labels[first].append(str(number))
+    return [", ".join(label) for label in labels]
 
 
 def _label(report: TradeoffReport, row: TradeoffRow) -> str:
