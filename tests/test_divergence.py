@@ -32,6 +32,11 @@ def test_metrics_by_hand() -> None:
     p = torch.tensor([math.log(0.25), math.log(0.9), math.log(0.2)], dtype=torch.float64)
     found = _metrics(g, p, GRPOConfig())
     two = math.log(2)
+
+    def k3(of: float, mixture: float) -> float:
+        return of / mixture - 1 - math.log(of / mixture)
+
+    mixtures = ((0.5, 0.25, 0.375), (0.9, 0.9, 0.9), (0.1, 0.2, 0.15))
     want = {
         "mean_abs_nats": 2 * two / 3,
         "max_abs_nats": two,
@@ -41,6 +46,7 @@ def test_metrics_by_hand() -> None:
         "k3": ((0.5 - 1 + two) + 0 + (2 - 1 - two)) / 3,
         "gen_kl_error": ((0.5 - 1 + two) + 0 + (2 - 1 - two)) / 3,
         "policy_kl_error": ((2 - 1 - two) + 0 + (0.5 - 1 + two)) / 3,
+        "js_divergence_error": sum((k3(a, m) + k3(b, m)) / 2 for a, b, m in mixtures) / 3,
         "sampling_importance_ratio": (0.5 + 1 + 2) / 3,
         "pearson": np.corrcoef([0.5, 0.9, 0.1], [0.25, 0.9, 0.2])[0, 1],
         "fraction_outside_clip": 2 / 3,
