@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import toolkit as tk
 from toolkit import fsdp
 from toolkit.cause import _why_other
+from toolkit.divergence_figures import gradients_figure
 from toolkit.errors import SpecError
 from toolkit.gradient_effects import _error, _group
 from toolkit.gradients import clip_gradients
@@ -245,6 +246,7 @@ def test_a_float32_head_of_a_tied_model_is_refused_as_at_launch(tied_model: Path
 
 
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
+    ({}, {}, {"gradients": 1}, "gradients=1 must be True or False"),
     ({"batch_size": 0}, {}, {}, "batch_size=0 must be a whole number"),
     ({"logprobs": "vllm"}, {}, {}, "logprobs='vllm' is not allowed; choose one of 'trainer', 'sampler'"),
     ({"attn_implementation": "flash_attention_2"}, {}, {}, "has no CPU kernel"),
@@ -350,6 +352,17 @@ def test_the_effect_on_a_step_is_that_of_the_real_optimizer(steps: int) -> None:
     x, y = (np.concatenate([v.ravel() for v in side.values()]) for side in (a, b))
     assert report.metrics["update_relative_error"] == pytest.approx(np.linalg.norm(y - x) / np.linalg.norm(x), rel=1e-3)
     assert report.metrics["update_relative_error"] > 1e-4
+
+
+def test_without_gradients_the_rest_is_the_same(fresh: tk.Session) -> None:
+    """And no backward runs, which would be most of the time on a larger model."""
+    full, less = fresh.divergence(token_ids=ROWS), fresh.divergence(token_ids=ROWS, gradients=False)
+    pd.testing.assert_frame_equal(full.tokens, less.tokens)
+    assert less.gradients is None
+    assert math.isnan(less.metrics["gradient_relative_error"])
+    assert less.cause == full.cause
+    with pytest.raises(ValueError, match="no gradients"):
+        gradients_figure(less)
 
 
 def test_two_ranks_count_each_element_once(two_ranks: tk.Session) -> None:

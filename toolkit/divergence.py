@@ -46,6 +46,7 @@ def compare(
     reward: Reward | None,
     step: int,
     truth: bool | None = None,
+    gradients: bool = True,
 ) -> DivergenceReport:
     """Compare two settings on this rank (all ranks together).
 
@@ -53,6 +54,7 @@ def compare(
         problems: sample completions of these and score them; or
         token_ids: score these sequences (all but their first token).
         truth: also measure both sides' distance to all-float32 and float64 runs; None where it is cheap.
+        gradients: also compare gradients.
     """
     side_a, side_b = resolve_settings(policy, a, b, common, config.temperature)
     built_a = policy_for(policy, side_a)
@@ -70,19 +72,21 @@ def compare(
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
         )
-    score_a, score_b = _score(built_a, config, training, side_a), _score(built_b, config, training, side_b)
+    score_a, score_b = (
+        _score(built, config, training, side, gradients) for built, side in ((built_a, side_a), (built_b, side_b))
+    )
     exact, no_truth = _truth(policy, training.batch, {side_a.temperature, side_b.temperature}, truth)
     table, metrics = _per_token(policy, config, training, score_a, score_b)
     distances = _distances(policy, training, (score_a, score_b), (side_a, side_b), exact)
-    gradients = None
+    frame = None
     if score_a.gradients and score_b.gradients:
-        gradients, found = compare_gradients(policy, config, score_a.gradients, score_b.gradients)
+        frame, found = compare_gradients(policy, config, score_a.gradients, score_b.gradients)
         metrics |= found
     else:
         metrics |= dict.fromkeys(GRADIENT_METRICS, math.nan)
     units = by_unit(built_a, training, side_a, side_b, score_a.tokens.logprobs_BT) if metrics["mean_abs_nats"] else {}
-    cause = explain(built_a, side_a, side_b, metrics, units, score_a.gradient if gradients is not None else "")
-    if gradients is None:
+    cause = explain(built_a, side_a, side_b, metrics, units, score_a.gradient if frame is not None else "")
+    if gradients and frame is None:
         cause += " (The sampler makes no gradients, so none are compared.)"
     return DivergenceReport(
         side_a.describe(side_b),
@@ -94,7 +98,7 @@ def compare(
         config.ratio_clip_min,
         config.ratio_clip_max,
         distances,
-        gradients,
+        frame,
     )
 
 
@@ -133,12 +137,12 @@ class _Score:
     gradients: Shards  # float32; empty where the route has no backward
 
 
-def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Setting) -> _Score:
+def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Setting, gradients: bool) -> _Score:
     size = side.batch_size or config.train_micro_batch_size
     config = dataclasses.replace(config, temperature=side.temperature, train_micro_batch_size=size)
     with side.applied(policy):
         tokens = score_tokens(policy, training.batch, side)
-        if side.logprobs == "sampler":
+        if side.logprobs == "sampler" or not gradients:
             return _Score(tokens, "", [])
         advantages_B, of = training.advantages_B, "GRPO loss"
         any_signal = policy.sum_over_data(advantages_B.abs().sum().cpu().double().reshape(1))

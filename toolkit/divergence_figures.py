@@ -199,11 +199,11 @@ def gradients_figure(report: DivergenceReport) -> go.Figure:
     """Relative error of the gradient of each group of parameters, and of the optimizer step it would make.
 
     Raises:
-        ValueError: the report has no gradients: one side is the sampler.
+        ValueError: the report has no gradients: one side is the sampler, or none were asked for.
     """
     frame = report.gradients
     if frame is None:
-        raise ValueError("this divergence has no gradients: the sampler's logprobs have none.")
+        raise ValueError("this divergence has no gradients: the sampler's logprobs have none, or gradients=False.")
     m = report.metrics
     found = f"differ by {m['gradient_relative_error']:.1e}, their AdamW steps by {m['update_relative_error']:.1e}"
     figure = new_figure(f"Gradients {found if m['gradient_relative_error'] else 'and their AdamW steps are identical'}")

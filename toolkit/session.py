@@ -234,6 +234,7 @@ class Session(LivePolicy):
         token_ids: Sequence[Sequence[int]] | None = None,
         text: str | Sequence[str] | None = None,
         truth: bool | None = None,
+        gradients: bool = True,
         **common: Any,
     ) -> DivergenceReport:
         """Compare each token's logprob, and the gradients, under two settings of these weights.
@@ -242,12 +243,12 @@ class Session(LivePolicy):
             a, b: an output dtype, or a mapping of settings: those of `set_live` (output_dtype, cast_forward_inputs,
                 autocast, logprob_mode, logprob_chunk_size, temperature_order), and temperature, batch_size (sequences in one
                 forward of a rank; None for all), logprobs ("trainer", or "sampler": token by token through the KV cache),
-                attn_implementation ("sdpa", "eager"); precision and lm_head_precision, which take a second model of the same
-                weights on these ranks meanwhile.
+                attn_implementation ("sdpa", "eager"), precision and lm_head_precision (these two: a second model meanwhile).
             token_ids, text: score these sequences; neither samples completions of the next step's prompts and scores those
                 (on tokens a model would not write, a float32 head shows nothing).
             truth: also run the same weights all in float32 and all in float64, and say how far each side is from that. It
                 takes 12 bytes a parameter on every rank and a forward in each dtype; None does it up to 20 M parameters.
+            gradients: also compare gradients, which takes a backward of each side.
             **common: settings for both sides, e.g. `temperature=0.7, temperature_order="before_upcast"`.
 
         Raises:
@@ -260,12 +261,13 @@ class Session(LivePolicy):
             raise SpecError("give text or token_ids, not both.")
         if truth is not None:
             check_flag("truth", truth)
+        check_flag("gradients", gradients)
         ids = self._encoded(text) if text is not None else token_ids
         rows = None if ids is None else check_token_ids(ids, self._facts)
         task, step = self._task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
-        settings = {"problems": problems, "token_ids": rows, "reward": task.reward, "step": step, "truth": truth}
-        return cast("DivergenceReport", self.run(compare, self._config, a, b, common, **settings)[0])
+        settings = {"problems": problems, "token_ids": rows, "reward": task.reward, "truth": truth, "gradients": gradients}
+        return cast("DivergenceReport", self.run(compare, self._config, a, b, common, step=step, **settings)[0])
 
     def _encoded(self, text: str | Sequence[str]) -> list[list[int]]:
         texts = check_texts(text)
@@ -318,9 +320,7 @@ class Session(LivePolicy):
         """Memory and divergence of a grid of settings; the first is the reference. Ends in a verdict in words.
 
         Args:
-            dtypes: output dtypes.
-            checkpointing: values of activation_checkpointing; None keeps the session's.
-            logprob_modes, tensor_parallel_sizes: likewise.
+            dtypes, checkpointing, logprob_modes, tensor_parallel_sizes: values of each axis; None keeps the session's.
             twins: launch a second session of these weights for each other checkpointing and tensor-parallel size, one at a
                 time, and measure there; False predicts their memory, and marks it so.
 
