@@ -299,8 +299,8 @@ class Session(LivePolicy):
         """Measure each known precision edge on this model, with and without its cure, on completions sampled for it.
 
         Losses on raw outputs (preference, reward order, value), the temperature before the upcast and its own rounding, a
-        float32 head under a 16-bit root, the range of float16. An edge that this model or session cannot show is listed
-        with the reason.
+        float32 head under a 16-bit root (with experts on 2 ranks or more also in AutoModel's expert-parallel form), the
+        range of float16. An edge that this model or session cannot show is listed with the reason.
         """
         from toolkit.edges import measure_edges
 
