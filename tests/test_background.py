@@ -69,7 +69,7 @@ def test_a_step_stopped_in_the_middle_leaves_the_next_as_undisturbed(ranks: int,
                 assert "training" not in heard  # at the next boundary, not at the end of the step
         _, future, _ = started(lambda: session.grpo_step(2))
         assert [record.metrics for record in future.result(60)] == straight
-    out, err = capfd.readouterr()
+    _out, err = capfd.readouterr()
     assert "interrupt:" not in err  # whoever pressed the button says himself that it was heard
 
 

@@ -37,6 +37,8 @@ class Background:
         self._lock = threading.Lock()
         self._handlers: list[Callable[[], None]] = []
         self._asked = False
+        #: Whether `stop` was called.
+        self.stopped = False
 
     def __enter__(self) -> Self:
         assert threading.current_thread() is not threading.main_thread(), "Ctrl-C reaches the main thread by itself"
@@ -49,6 +51,7 @@ class Background:
     def stop(self) -> None:
         """Ask the work to stop at its next boundary, once, as Ctrl-C does: `KeyboardInterrupt` is raised in its thread."""
         with self._lock:
+            self.stopped = True
             if self._handlers:
                 self._handlers[-1]()
             else:  # between two calls, or before the first: the next one does not begin
