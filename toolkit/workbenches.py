@@ -191,8 +191,17 @@ class Workbench:
 
     def _restart(self) -> None:
         session = self.session
-        if session is not None:
-            self._begin("Restarting", lambda: _sentence(session.restart()))
+        if session is None:
+            return
+
+        def job() -> str:
+            said = session.restart()
+            taken = len(session._records)
+            self.memory = {before: report for before, report in self.memory.items() if before <= taken}
+            self.dashboard.draw(session._records, self.memory)
+            return _sentence(said)
+
+        self._begin("Restarting", job)
 
     def _close_session(self) -> None:
         def job() -> str:
