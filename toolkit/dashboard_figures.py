@@ -90,7 +90,7 @@ def run_figure(records: Sequence[StepRecord], memory: Mapping[int, MemoryReport]
         figure.add_vline(x=place, line={"color": GREY, "dash": "dot", "width": 1.5})
         figure.add_annotation(
             x=place, y=1, yref="y domain", text=f"→ {dtype}", showarrow=False, xanchor="left", yanchor="top",
-            font={"size": 11},
+            font={"size": 11}, xshift=3,
         )  # fmt: skip
     first, end = steps[0] - 0.5, max(steps[-1], steps[0] + _LEAST_WIDTH) + 0.5
     every = max(1, round((end - first) / 8))

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 #: Of messages, readable on JupyterLab's light and dark pages and elsewhere.
 ERROR_COLOUR = "color:var(--jp-error-color1, #d32f2f);line-height:1.4"
-_LABEL = {"description_width": "150px"}
-_WIDE = "380px"
+_LABEL = {"description_width": "170px"}
+_WIDE = "390px"
 
 
 def dtype_picker(value: str = "float32") -> ipywidgets.Dropdown:
@@ -46,4 +46,4 @@ def field_with_message(control: ipywidgets.Widget, message: ipywidgets.HTML) -> 
 
     control.style, control.layout = _LABEL, {"width": _WIDE}
     message.layout = {"width": _WIDE, "margin": "0 0 0 4px"}
-    return ipywidgets.VBox([control, message], layout={"width": "400px", "overflow": "visible"})
+    return ipywidgets.VBox([control, message], layout={"width": "405px", "overflow": "visible"})

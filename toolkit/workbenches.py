@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.background import Background
@@ -76,6 +77,7 @@ class Workbench:
         self._title = ipywidgets.HTML("<b>Workbench</b>")
         parts = [self._title, self.launcher.widget, self.dashboard.status, self.dashboard.widget]
         self.widget = ipywidgets.VBox(parts, layout={"padding": "4px", "overflow": "visible"})
+        self.widget.add_class("toolkit-workbench")
         self._enable()
 
     # ---- for Python
@@ -313,8 +315,11 @@ class Workbench:
         """The form while there is no session, its settings in a line while there is one."""
         session = self.session
         self.launcher.widget.layout.display = "none" if session is not None else ""
-        text = f": {session.spec.model}, {session.num_ranks} rank(s)" if session is not None else ""
-        self._title.value = f"<b>Workbench</b>{html.escape(text)}"
+        about = ""
+        if session is not None:
+            spec, ranks = session.spec, "1 rank" if session.num_ranks == 1 else f"{session.num_ranks} ranks"
+            about = f": {Path(str(spec.model)).name}, {ranks}, {spec.precision} compute, {spec.logprob_mode} logprobs"
+        self._title.value = f"<b>Workbench</b>{html.escape(about)}"
 
     def _end_session(self) -> None:
         if self.session is not None:
