@@ -350,6 +350,22 @@ def test_a_launch_that_fails_says_why_and_leaves_the_form(tmp_path: Any) -> None
     bench.close()
 
 
+@pytest.mark.parametrize("when", ["at once", "while it starts"])
+def test_a_launch_can_be_stopped(when: str) -> None:
+    bench = tk.workbench(**FIELDS, ranks=2)
+    bench.launcher.button.click()
+    assert not bench.launcher.stop_button.disabled
+    if when == "while it starts":
+        until(lambda: "of 3" in bench.dashboard.text or "of 1" in bench.dashboard.text)
+    bench.launcher.stop_button.click()
+    assert bench.wait(60)
+    assert bench.dashboard.text == "Launching: stopped; nothing of it was kept."
+    assert bench.session is None
+    assert bench.launcher.stop_button.disabled
+    assert not bench.launcher.button.disabled
+    bench.close()
+
+
 def test_two_side_by_side_do_not_mix() -> None:
     benches = [tk.workbench(**FIELDS, output_dtype=dtype) for dtype in ("float32", "bfloat16")]
     for bench in benches:

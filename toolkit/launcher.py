@@ -249,7 +249,7 @@ class Launcher:
             self._closed = True
             self._want(None)
         self.hold(True)
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)  # what it predicts stops by itself
 
 
 def _inputs(values: Mapping[str, Any]) -> dict[str, ipywidgets.Widget]:

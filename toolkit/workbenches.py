@@ -65,8 +65,7 @@ class Workbench:
         self.dashboard = Dashboard({**pressed, "restart": self._restart, "close": self._close_session}, self._switch)
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="workbench")
-        self._work: Background | None = None  # the job under way
-        self._jobs = 0  # begun and not ended
+        self._jobs: list[Background] = []  # the one under way and those that wait for it
         self._idle = threading.Event()
         self._idle.set()
         self._left = 0  # steps still to take
@@ -111,10 +110,10 @@ class Workbench:
         """Stop the launch or step under way at its next boundary, as Ctrl-C does, and take no more."""
         with self._lock:
             self._left, self._paused = 0, False
-            if self._work is not None:
+            for work in self._jobs:
                 self.dashboard.say("Stopping at the next boundary…")
-                self._work.stop()
-            elif self.session is not None:  # paused
+                work.stop()
+            if not self._jobs and self.session is not None:  # paused
                 self.dashboard.say("Stopped.")
                 self._enable()
 
@@ -173,7 +172,7 @@ class Workbench:
             self._paused = not self._paused
             if self._paused:
                 self.dashboard.say("Pausing after this step…")
-            elif self._jobs == 0:
+            elif not self._jobs:
                 self._begin_step()
             self._enable()
 
@@ -223,25 +222,23 @@ class Workbench:
         with self._lock:
             if self._closed:
                 return
-            self._jobs += 1
+            work = Background(lambda *progress: self._progress(work, doing, *progress))
+            self._jobs.append(work)
             self._idle.clear()
             self._enable()
-            self._pool.submit(self._perform, doing, job)
+            self._pool.submit(self._perform, doing, job, work)
 
-    def _perform(self, doing: str, job: Callable[[], str]) -> None:
-        def progress(description: str, done: int, total: int) -> None:
-            if time.monotonic() - self._said > _STATUS_SECONDS and not work.stopped:
-                self._said = time.monotonic()
-                self.dashboard.say(f"{doing}: {description}, {done} of {total}")
+    def _progress(self, work: Background, doing: str, description: str, done: int, total: int) -> None:
+        if time.monotonic() - self._said > _STATUS_SECONDS and not work.stopped:
+            self._said = time.monotonic()
+            self.dashboard.say(f"{doing}: {description}, {done} of {total}")
 
-        work = Background(progress)
+    def _perform(self, doing: str, job: Callable[[], str], work: Background) -> None:
         self.error = None
         self.dashboard.say_error("")
         self.dashboard.say(f"{doing}…")
         try:
             with work:
-                with self._lock:
-                    self._work = work
                 said = job()
         except KeyboardInterrupt:
             said = f"{doing}: stopped; nothing of it was kept."
@@ -250,15 +247,14 @@ class Workbench:
             text = str(error) if isinstance(error, _FRIENDLY) else f"{type(error).__name__}: {error}"
             self.dashboard.say_error(text + (" Or press Restart." if isinstance(error, RanksLost) else ""))
         with self._lock:
-            self._work = None
-            self._jobs -= 1
+            self._jobs.remove(work)
             if self._left and self._paused:
                 said = f"Paused, {self._left} steps left. {said}"
             self.dashboard.say(said)
-            if self._left and not self._paused and self._jobs == 0:
+            if self._left and not self._paused and not self._jobs:
                 self._begin_step()
             self._enable()
-            if self._jobs == 0:
+            if not self._jobs:
                 self._idle.set()
 
     def _begin_step(self) -> None:
@@ -308,7 +304,7 @@ class Workbench:
             names = ["step", "run", "close"]
         self.dashboard.enable(*names)
         self.dashboard.buttons["pause"].description = f"Resume ({self._left} left)" if self._paused else "Pause"
-        self.launcher.hold(self._jobs > 0 or session is not None, launching=self._jobs > 0 and session is None)
+        self.launcher.hold(bool(self._jobs) or session is not None, launching=bool(self._jobs) and session is None)
         self.dashboard.controls.layout.display = "none" if session is None else ""
 
     def _show_session(self) -> None:
