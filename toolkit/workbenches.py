@@ -135,9 +135,11 @@ class Workbench:
         return f"Workbench({state})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        from toolkit.dashboard_figures import run_table
+        table = ""
+        if self.records:
+            from toolkit.dashboard_figures import run_table  # imports torch: a form is shown at once, without it
 
-        table = run_table(self.records, self.memory) if self.records else ""
+            table = run_table(self.records, self.memory)
         data = dict(self.widget._repr_mimebundle_())
         return {**data, "text/plain": repr(self), "text/html": f"<div><b>{html.escape(repr(self))}</b>{table}</div>"}
 
