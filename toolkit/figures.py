@@ -61,7 +61,7 @@ def steps_figure(frame: pd.DataFrame) -> go.Figure:
     """Reward and sampler/trainer mismatch by step; the marker shows the output dtype of each."""
     first, last = frame["reward"].iloc[0], frame["reward"].iloc[-1]
     figure = new_figure(
-        f"Reward {first:.2f} → {last:.2f} in {len(frame)} steps",
+        f"Reward {first:.2f} → {last:.2f} in {len(frame)} steps" if len(frame) > 1 else f"Reward {last:.2f}",
         rows=2,
         shared_xaxes=True,
         vertical_spacing=0.08,
@@ -83,7 +83,7 @@ def steps_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(title_text="mean reward", row=1, col=1)
     figure.update_yaxes(title_text="token_mult_<br>prob_error", row=2, col=1)
     figure.update_xaxes(title_text="step", row=2, col=1)
-    figure.update_layout(height=460)
+    figure.update_layout(height=460, margin={"l": 95})  # the axis name takes two lines
     return figure
 
 
