@@ -90,6 +90,10 @@ def test_importing_the_toolkit_and_its_extension_imports_neither_torch_nor_trans
         "tk.dtype_picker; tk.launch; tk.PolicySpec(model='m'); tk.GRPOConfig(); tk.tiny_policy(); tk.load_recipe\n"
         "tk.predict_memory\n"
         "tk.tradeoffs\n"
+        "from toolkit import launcher\n"  # in the background a form imports what its checks and its prediction need
+        "launcher.Launcher._import, launcher.PAUSE_SECONDS = (lambda self: None), 1e6\n"
+        "bench = tk.workbench(); assert 'Launch' in bench.launcher.button.description and bench._repr_mimebundle_()\n"
+        "bench.close()\n"
         "import toolkit.magics, toolkit.tradeoff_grid, toolkit.tradeoff_report\n"
         "heavy = {'torch', 'transformers', 'nemo_automodel', 'pandas', 'plotly'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -3,13 +3,14 @@
 What does the FSDP2 output dtype save in memory and cost in nats, for your model and your recipe? The package follows the
 data; a module imports only from those before it:
 
-    checks, grpo_config -> spec -> layout -> ranks -> engines, attach -> cluster -> fsdp -> prompts -> policy -> build
-         -> rollouts -> rewards -> advantages -> collect -> logprobs -> losses -> reference, gradients -> step -> checkpoint
+    checks, grpo_config -> spec -> layout -> background -> ranks -> engines, attach -> cluster -> fsdp -> prompts -> policy
+         -> build -> rollouts -> rewards -> advantages -> collect -> logprobs -> losses -> reference, gradients -> step
+         -> checkpoint
     instruments read along the way: fsdp_watch -> ledger -> memory_report -> memory_cuda -> memory,
          fakes -> memory_predict, mismatch -> settings -> replay -> cause -> truth -> divergence,
          raw_losses, rounding -> edge_rows -> edges, tradeoff_grid, self_check
-    surface on top: worker -> live -> session -> recipes -> launching -> figures -> widgets
-         -> arguments -> commands -> magics -> notebook; page -> tour -> __main__ (`python -m toolkit`)
+    surface on top: worker -> live -> session -> recipes -> launching -> figures -> widgets -> launcher -> dashboard
+         -> workbenches, arguments -> commands -> magics -> notebook; page -> tour -> __main__ (`python -m toolkit`)
 
 Importing `toolkit` imports neither torch nor transformers; the first `launch` does.
 """
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from toolkit.tradeoff_grid import tradeoffs as tradeoffs
     from toolkit.tradeoff_report import TradeoffReport as TradeoffReport
     from toolkit.widgets import dtype_picker as dtype_picker
+    from toolkit.workbenches import Workbench as Workbench
+    from toolkit.workbenches import workbench as workbench
 
 _HOMES = {
     "DivergenceReport": "divergence_report",
@@ -62,6 +65,7 @@ _HOMES = {
     "StepRecord": "records",
     "Task": "prompts",
     "TradeoffReport": "tradeoff_report",
+    "Workbench": "workbenches",
     "dtype_picker": "widgets",
     "launch": "launching",
     "linear_logprobs": "linear_head",
@@ -72,6 +76,7 @@ _HOMES = {
     "tiny_policy": "models",
     "token_logprobs": "logprobs",
     "tradeoffs": "tradeoff_grid",
+    "workbench": "workbenches",
 }
 __all__ = ["load_ipython_extension", "unload_ipython_extension", *_HOMES]
 

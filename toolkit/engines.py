@@ -25,14 +25,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.background import count_interrupts
 from toolkit.progress import Bars
-from toolkit.ranks import Message, Ranks, count_interrupts, emitting_to, execute, set_stop
+from toolkit.ranks import Message, Ranks, emitting_to, execute, set_stop
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 # Imported once in the fork server, so that ranks start in a tenth of a second. Nothing here may touch CUDA.
 _PRELOAD = ["toolkit.imports", "toolkit.worker", "toolkit.memory", "toolkit.divergence"]
+
+_in_kernel = threading.RLock()  # sessions in this process share its random numbers, its settings and the request to stop
+_hiding = threading.Lock()
 
 
 class KernelRanks(Ranks):
@@ -48,6 +52,7 @@ class KernelRanks(Ranks):
         with self._lock:
             self.raise_if_lost()
             with (
+                _in_kernel,
                 Bars() as bars,
                 emitting_to(lambda message: bars.update(*message[1:])),
                 count_interrupts(on_first=set_stop) as interrupts,
@@ -196,14 +201,15 @@ def _end(processes: list[BaseProcess], pipes: list[Connection], folder: str) -> 
 @contextlib.contextmanager
 def _main_module_hidden() -> Iterator[None]:
     """Keep multiprocessing from importing the user's script in each rank: functions travel by value."""
-    main = sys.modules["__main__"]
-    saved: dict[str, Any] = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
-    main.__dict__["__spec__"] = None
-    try:
-        yield
-    finally:
-        del main.__dict__["__spec__"]
-        main.__dict__.update(saved)
+    with _hiding:  # ranks may be started from several threads
+        names = sys.modules["__main__"].__dict__
+        saved: dict[str, Any] = {name: names.pop(name) for name in ("__file__", "__spec__") if name in names}
+        names["__spec__"] = None
+        try:
+            yield
+        finally:
+            del names["__spec__"]
+            names.update(saved)
 
 
 @contextlib.contextmanager

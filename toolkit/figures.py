@@ -96,7 +96,7 @@ def steps_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(title_text="mean reward", row=1, col=1)
     figure.update_yaxes(title_text="token_mult_<br>prob_error", row=2, col=1)
     figure.update_xaxes(title_text="step", row=2, col=1)
-    figure.update_layout(height=460)
+    figure.update_layout(height=460, margin={"l": 95})  # the axis name takes two lines
     return figure
 
 

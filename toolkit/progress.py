@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from toolkit.background import current
+
 #: A bar shows itself only if its task lasts this long; anything faster would only flicker.
 DELAY_SECONDS = 1.0
 
@@ -31,6 +33,10 @@ class Bars:
         Args:
             at_once: show the bar now, for a task that cannot report again before it ends (an import).
         """
+        work = current()
+        if work is not None and work.on_progress is not None:
+            work.on_progress(description, done, total)
+            return
         from tqdm.auto import tqdm
 
         if description not in self._bars:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 
+from toolkit.background import Interrupts, count_interrupts
 from toolkit.errors import PeerFailed, RanksLost, SessionClosed, SpecError
 from toolkit.progress import Bars
 from toolkit.sources import functions_in, show_source, source_of
@@ -227,7 +227,8 @@ class Ranks:
                 seen = interrupts.count
                 if seen > 1:
                     self._abort(f"Ctrl-C was pressed twice while rank {_list(pending)} was busy", errors)
-                sys.stderr.write("interrupt: waiting for the ranks' next boundary (again: kill them)\n")
+                if not interrupts.quiet:
+                    sys.stderr.write("interrupt: waiting for the ranks' next boundary (again: kill them)\n")
                 deadline = time.monotonic() + self.interrupt_grace_seconds
                 self._ask_to_stop(self._num_calls)
             if time.monotonic() > deadline:
@@ -267,38 +268,6 @@ class Ranks:
         if self.lost is None or not isinstance(self.lost, SessionClosed):
             self.lost = SessionClosed("this session is closed; launch a new one.")
             self._kill()
-
-
-class Interrupts:
-    """How often Ctrl-C was pressed."""
-
-    count = 0
-
-
-@contextlib.contextmanager
-def count_interrupts(on_first: Callable[[], None] | None = None) -> Iterator[Interrupts]:
-    """Count Ctrl-C instead of raising: raised between two sends it would leave the ranks out of step.
-
-    With `on_first` (one rank, nobody to be out of step with) only the first is held back; the second raises.
-    """
-    interrupts = Interrupts()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupts
-        return
-
-    def handler(*_: Any) -> None:
-        interrupts.count += 1
-        if on_first is not None:
-            if interrupts.count > 1:
-                raise KeyboardInterrupt
-            sys.stderr.write("interrupt: stopping at the next boundary (again: at once)\n")
-            on_first()
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _load_error(data: Message) -> BaseException:

@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.background import count_interrupts
 from toolkit.checks import check_flag, check_path, check_temperature, check_texts, check_whole
 from toolkit.errors import SessionClosed, SpecError
 from toolkit.layout import check_config, check_length, check_token_ids
 from toolkit.live import LivePolicy
 from toolkit.progress import Bars
-from toolkit.ranks import count_interrupts
 from toolkit.spec import GRPOConfig
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Widgets. Each is labelled for screen readers and needs no network."""
+"""Widgets. Each is labelled for screen readers, takes its colours from the page's theme, and needs no network."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from toolkit.spec import DTYPES, dtype_name
 
 if TYPE_CHECKING:
     import ipywidgets
+
+#: Of messages, readable on JupyterLab's light and dark pages and elsewhere.
+ERROR_COLOUR = "color:var(--jp-error-color1, #d32f2f);line-height:1.4"
+_LABEL = {"description_width": "170px"}
+_WIDE = "390px"
 
 
 def dtype_picker(value: str = "float32") -> ipywidgets.Dropdown:
@@ -24,3 +29,21 @@ def dtype_picker(value: str = "float32") -> ipywidgets.Dropdown:
         description="Output dtype",
         style={"description_width": "initial"},
     )
+
+
+def text_widget(value: str, offered: list[str] | None = None) -> ipywidgets.Text:
+    """A line of text that reports every key; with `offered`, a list to pick from that takes other texts too."""
+    import ipywidgets
+
+    if offered is not None:
+        return ipywidgets.Combobox(value=value, options=offered, ensure_option=False, continuous_update=True)
+    return ipywidgets.Text(value=value, continuous_update=True)
+
+
+def field_with_message(control: ipywidgets.Widget, message: ipywidgets.HTML) -> ipywidgets.VBox:
+    """A control of a form with the place of its message right below."""
+    import ipywidgets
+
+    control.style, control.layout = _LABEL, {"width": _WIDE}
+    message.layout = {"width": _WIDE, "margin": "0 0 0 4px"}
+    return ipywidgets.VBox([control, message], layout={"width": "405px", "overflow": "visible"})
