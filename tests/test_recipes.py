@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import toolkit as tk
 from toolkit.errors import SpecError
-from toolkit.policy import warmup_factor
+from toolkit.gradients import warmup_factor
 from toolkit.recipe_files import flatten, read_recipe
 from toolkit.recipe_keys import RULES, WHOLE
 from toolkit.spec import GRPOConfig, PolicySpec
