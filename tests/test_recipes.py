@@ -402,7 +402,7 @@ CHANGES: dict[str, list[Any]] = {
     "cast_forward_inputs": [False], "autocast": [False], "lm_head_precision": ["float32"], "tensor_parallel_size": [2],
     "sequence_parallel": [True], "activation_checkpointing": ["full", "selective", "hf"], "cpu_offload": [True],
     "logprob_mode": ["chunked", "linear"], "logprob_chunk_size": [7], "temperature_order": ["before_upcast"],
-    "sequence_packing": [True], "attn_implementation": ["sdpa", "eager"], "seed": [5],
+    "sequence_packing": [True], "share_prompt_prefix": [True], "attn_implementation": ["sdpa", "eager"], "seed": [5],
     "num_prompts_per_step": [6], "num_generations_per_prompt": [2], "max_new_tokens": [64], "temperature": [0.7],
     "top_p": [0.9], "top_k": [20], "train_micro_batch_size": [3], "train_global_batch_size": [4, 64],
     "learning_rate": [1.1e-7, 0.0], "weight_decay": [0.0], "warmup_steps": [2, 3, 50], "warmup_start_factor": [0.3, 1.0],

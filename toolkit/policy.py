@@ -45,17 +45,22 @@ class Policy:
     @property
     def data_rank(self) -> int:
         """This rank's place among the data-parallel ranks; tensor-parallel peers share it."""
-        return self.mesh["dp_shard"].get_local_rank()
+        return self.mesh.get_local_rank("dp_shard")  # (slicing the mesh takes a millisecond)
 
     @property
     def data_size(self) -> int:
         """Number of data-parallel ranks."""
-        return self.mesh["dp_shard"].size()
+        return self._size("dp_shard")
 
     @property
     def tensor_size(self) -> int:
         """Number of ranks that share one copy of each layer."""
-        return self.mesh["tp"].size()
+        return self._size("tp")
+
+    def _size(self, axis: str) -> int:
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return self.mesh.size(names.index(axis))
 
     @property
     def vocab_size(self) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.checks import check_flag, check_temperature, check_whole
 from toolkit.errors import SessionClosed, SpecError
-from toolkit.layout import check_config, check_length, check_token_ids
+from toolkit.layout import check_config, check_length, check_made_up, check_token_ids
 from toolkit.live import LivePolicy
 from toolkit.progress import Bars
 from toolkit.ranks import count_interrupts
@@ -214,6 +214,7 @@ class Session(LivePolicy):
             check_whole("num_sequences", num_sequences)
             check_whole("sequence_length", sequence_length, minimum=2)
             check_length("sequence_length", sequence_length, self._facts)
+            check_made_up(self._spec)
             shape = (num_sequences, sequence_length)
         task, step = self._task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
