@@ -1,4 +1,4 @@
-"""16-bit products by way of float32: as exact as torch's own, small beside the matrices, and only where they are asked for."""
+"""16-bit products by way of float32: as exact as torch's own, and only where they are asked for."""
 
 from __future__ import annotations
 

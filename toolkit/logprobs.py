@@ -71,9 +71,7 @@ def _forward_shared(policy: Policy, rows: SharedRows, temperature: float, phase:
                     columns_K=rows.columns_K,
                 )  # fmt: skip
         with phase("forward"):
-            logits_RKV = policy.forward(
-                rows.ids_RL, rows.mask_R1LL, rows.positions_RL, logits_to_keep=rows.columns_K
-            ).logits
+            logits_RKV = policy.forward(rows.ids_RL, rows.mask_R1LL, rows.positions_RL, logits_to_keep=rows.columns_K).logits
         with phase("loss"):
             return token_logprobs(
                 logits_RKV, rows.targets_RK, temperature=temperature,

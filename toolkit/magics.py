@@ -15,6 +15,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from toolkit.engines import local_ranks_warm_up
 from toolkit.errors import RanksLost, SessionClosed, SpecError
+from toolkit.models import smollm2
 from toolkit.session import Session
 from toolkit.spec import DTYPES
 
@@ -127,6 +128,24 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
             if text is not None:
                 sys.stdout.write(f"[rank {rank}] {text}\n")
 
+    @magic_arguments()
+    @argument("what", choices=("smollm2",), help="what the notebook needs")
+    @line_magic
+    def needs(self, line: str) -> None:
+        """Make sure that SmolLM2 is there, or say how to install it and skip the notebook's other cells.
+
+        Each skipped cell says so. Once it is installed, run the cell with %needs again.
+
+        Example: %needs smollm2
+        """
+        self._arguments(self.needs, line)
+        _stop_skipping(self.shell)
+        try:
+            smollm2()
+        except ModuleNotFoundError as error:
+            sys.stdout.write(f"{error}\nThe other cells of this notebook are skipped.\n")
+            self.shell.input_transformers_cleanup.insert(0, _skipped)
+
     # ---- helpers
 
     def _arguments(self, magic: Any, line: str) -> Any:
@@ -176,6 +195,16 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
             raise ToolkitError(f"%grpo: {text!r} is not a whole number of steps.") from None
 
 
+def _skipped(lines: list[str]) -> list[str]:
+    """What is run instead of a cell while something is missing."""
+    asks_again = any(line.lstrip().startswith("%needs") for line in lines)
+    return lines if asks_again else ["print('skipped: see the cell with %needs')\n"]
+
+
+def _stop_skipping(shell: Any) -> None:
+    shell.input_transformers_cleanup[:] = [step for step in shell.input_transformers_cleanup if step is not _skipped]
+
+
 class _Friendly:
     def __enter__(self) -> None:
         pass
@@ -185,7 +214,7 @@ class _Friendly:
             raise ToolkitError(str(error)) from None
 
 
-_LINE_MAGICS = ("output_dtype", "grpo", "memory", "divergence")
+_LINE_MAGICS = ("output_dtype", "grpo", "memory", "divergence", "needs")
 
 
 def load(ipython: Any) -> None:
@@ -198,6 +227,7 @@ def load(ipython: Any) -> None:
 
 def unload(ipython: Any) -> None:
     """Remove the magics."""
+    _stop_skipping(ipython)
     for name in _LINE_MAGICS:
         ipython.magics_manager.magics["line"].pop(name, None)
     ipython.magics_manager.magics["cell"].pop("ranks", None)

@@ -74,9 +74,7 @@ def product(
     return result_MN
 
 
-def batched_product(
-    a_BMK: torch.Tensor, b_BKN: torch.Tensor, bmm: Callable[..., torch.Tensor] = torch.bmm
-) -> torch.Tensor:
+def batched_product(a_BMK: torch.Tensor, b_BKN: torch.Tensor, bmm: Callable[..., torch.Tensor] = torch.bmm) -> torch.Tensor:
     """The same of many pairs of small matrices."""
     (batch, m, k), n = a_BMK.shape, b_BKN.shape[2]
     result_BMN = a_BMK.new_empty(batch, m, n)

@@ -1,15 +1,16 @@
-"""A prompt once for all its completions: rows [prompt, completion, completion, ...], each completion seeing prompt and itself.
+"""A prompt once for all its completions: rows [prompt, completion, completion, ...]; each sees the prompt and itself.
 
 GRPO trains on several completions of every prompt. In rows of their own the prompt is computed once for each; here once for
 as many as fit. A completion's positions go on after the prompt, and the mask hides the others from it, so each token is
 computed from exactly what it sees in a row of its own.
 
-Shapes: _B sequences, _T tokens of each, _R rows, _M completions of a row, _N tokens of a completion, _L = W + M*N tokens of a
-row (W of the prompt), _K = M*N predictions.
+Shapes: _B sequences, _T tokens of each, _R rows, _M completions of a row, _N tokens of a completion, _K = M*N predictions,
+_L = W + M*N tokens of a row (W of the prompt).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def _runs(batch: Batch, prompt: int) -> list[int]:
     ids, mask = batch.ids_BT[:, :prompt], batch.mask_BT[:, :prompt]
     same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(-1).tolist()
     starts = [0, *(b + 1 for b, alike in enumerate(same) if not alike), batch.num_sequences]
-    return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    return [stop - start for start, stop in itertools.pairwise(starts)]
 
 
 def _seats(runs: list[int], most: int) -> tuple[list[int], list[int]]:

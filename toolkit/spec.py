@@ -141,7 +141,7 @@ class PolicySpec:
             object.__setattr__(self, field, dtype_name(getattr(self, field), field))
         if self.lm_head_precision is not None:
             object.__setattr__(self, "lm_head_precision", dtype_name(self.lm_head_precision, "lm_head_precision"))
-        for field in ("cast_forward_inputs", "autocast", "sequence_parallel", "cpu_offload", "sequence_packing", "share_prompt_prefix"):
+        for field in (f.name for f in dataclasses.fields(self) if f.type == "bool"):
             check_flag(field, getattr(self, field))
         if self.activation_checkpointing is True:  # NeMo-RL's way to say it
             object.__setattr__(self, "activation_checkpointing", "full")
@@ -218,8 +218,8 @@ class PolicySpec:
                 )
         if self.attn_implementation in ("eager", "flash_attention_2"):
             raise SpecError(
-                f"share_prompt_prefix=True with attn_implementation={self.attn_implementation!r}: completions of one row are "
-                "kept apart by a mask of true and false per pair of tokens, which only 'sdpa' takes. Use 'sdpa' or None."
+                f"share_prompt_prefix=True with attn_implementation={self.attn_implementation!r}: completions of one row "
+                "are kept apart by a mask of true and false per pair of tokens, which only 'sdpa' takes. Use 'sdpa' or None."
             )
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import statistics
@@ -35,7 +36,7 @@ from toolkit.rewards import exact_match
 TINY = {"task": "arithmetic", "num_prompts_per_step": 32, "max_new_tokens": 5, "learning_rate": 1e-4}
 SMOLLM2 = {"task": "one_digit_sums", "num_prompts_per_step": 8, "max_new_tokens": 3, "learning_rate": 2e-5}
 GROUP = 8
-#: The toolkit's ways. TRL takes a step's sequences at once with gradient checkpointing, its default, and without scoring pass.
+#: The toolkit's ways. TRL takes a step's sequences at once, with gradient checkpointing (its default), without scoring pass.
 WAYS = ("toolkit", "in quarters", "with scoring")  # the second in four micro-batches
 #: So that freed memory goes back to the system, and the resident size is what is in use.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -178,7 +179,7 @@ def reset_peak() -> int:
 def peaks(which: str, model: str, precision: str) -> dict[str, int]:
     """Peak resident bytes over two steps after one to warm up: beyond what the imports take, and beyond the warm state."""
     if which != "trl":
-        import toolkit.worker  # the heavy imports
+        importlib.import_module("toolkit.worker")  # the heavy imports
 
         imported = resident("VmRSS")
         with launch(model, precision) as session:
@@ -189,7 +190,8 @@ def peaks(which: str, model: str, precision: str) -> dict[str, int]:
             peak = resident("VmHWM")
         return {"whole": peak - imported, "step": peak - warm}
     import transformers
-    import trl.trainer.grpo_trainer  # noqa: F401
+
+    importlib.import_module("trl.trainer.grpo_trainer")
 
     imported = resident("VmRSS")
     warm: list[int] = []
@@ -243,7 +245,8 @@ def show_peaks(found: dict[str, dict[str, int]]) -> None:
     print("peak resident memory, MiB: beyond the imports; beyond the warm state (weights, moments)")
     for which, kept in found.items():
         ratio = {name: kept[name] / found["trl"][name] for name in kept}
-        print(f"  {which:16}{kept['whole'] / 2**20:6.0f} ({ratio['whole']:.2f})   {kept['step'] / 2**20:6.0f} ({ratio['step']:.2f})")
+        whole, step = (f"{kept[name] / 2**20:6.0f} ({ratio[name]:.2f})" for name in ("whole", "step"))
+        print(f"  {which:16}{whole}   {step}")
 
 
 def show_curves(curves: dict[str, dict[str, list[float]]], steps: int) -> None:
@@ -277,9 +280,9 @@ def main() -> None:
     show_times(result)
     result["peaks"] = {which: apart(*same, "--apart", "peak", which) for which in ("trl", *WAYS)}
     show_peaks(result["peaks"])
-    result["curves"] = {
-        which: {s: apart(*same, "--apart", "curve", which, "--seeds", str(s)) for s in args.seeds} for which in ("trl", "toolkit")
-    }
+    for which in ("trl", "toolkit"):
+        by_seed = {s: apart(*same, "--apart", "curve", which, "--seeds", str(s)) for s in args.seeds}
+        result.setdefault("curves", {})[which] = by_seed
     if args.seeds:
         show_curves(result["curves"], args.learning_steps)
     if args.json:
