@@ -363,6 +363,19 @@ def test_rewards_of_ones_own_and_what_happens_when_they_fail(two_ranks: tk.Sessi
     assert not calls
 
 
+def test_rewards_that_are_all_equal_give_no_gradient_and_change_nothing() -> None:
+    def weights(policy: Policy) -> list[torch.Tensor]:
+        return [p.detach().full_tensor().clone() for p in policy.model.parameters()]
+
+    task = tk.Task("equal", [("1+1=", "2"), ("2+3=", "5")], reward=lambda prompt, completion, answer: 0.5)
+    fields: dict[str, Any] = {"num_prompts_per_step": 2, "num_generations_per_prompt": 3, "max_new_tokens": 2}
+    with tk.launch(model=tk.tiny_policy(), task=task, weight_decay=0.0, learning_rate=1.0, **fields) as session:
+        before = session.run(weights)[0]
+        metrics = session.grpo_step().metrics
+        assert (metrics["reward"], metrics["loss"], metrics["grad_norm"]) == (0.5, 0.0, 0.0)
+        assert all(map(torch.equal, session.run(weights)[0], before))
+
+
 def test_an_iterator_is_a_task_for_more_than_one_step() -> None:
     pairs = ((f"{a}+1=", str(a + 1)) for a in range(20))
     with tk.launch(model=tk.tiny_policy(), **{**FIELDS, "task": pairs}) as session:
