@@ -178,6 +178,13 @@ def test_bad_saves_are_clear_errors(straight: dict[str, Any], tmp_path: Path) ->
         tk.launch(model=tk.tiny_policy(), save_period=2)
     cut = tmp_path / "cut"
     shutil.copytree(straight["folder"], cut)
+    index = cut / ".metadata"
+    whole = index.read_bytes()
+    for length in (0, 1, 40, len(whole) // 2, len(whole) - 1):
+        index.write_bytes(whole[:length])
+        with pytest.raises(SpecError, match="cannot be read: files are missing or cut off"):
+            tk.resume(cut, ranks=1)
+    index.write_bytes(whole)
     shard = next(cut.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     with pytest.raises(SpecError, match="cannot be read: files are missing or cut off"):

@@ -19,8 +19,8 @@ from toolkit.cause import _why_other
 from toolkit.divergence_figures import gradients_figure
 from toolkit.errors import SpecError
 from toolkit.gradient_effects import _error, _group
-from toolkit.gradients import clip_gradients
-from toolkit.policy import LIVE_FIELDS, Policy, set_optimizer
+from toolkit.gradients import clip_gradients, set_optimizer
+from toolkit.policy import LIVE_FIELDS, Policy
 from toolkit.prompts import make_batch
 from toolkit.replay import score_tokens
 from toolkit.rollouts import sample

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import toolkit as tk
 from toolkit.errors import SpecError
-from toolkit.policy import warmup_factor
+from toolkit.gradients import warmup_factor
 from toolkit.recipe_files import flatten, read_recipe
 from toolkit.recipe_keys import RULES, WHOLE
 from toolkit.spec import GRPOConfig, PolicySpec
@@ -265,9 +265,10 @@ def test_a_renamed_field_is_traced_to_its_key() -> None:
 
 def test_all_problems_are_said_at_once() -> None:
     overrides = ["cluster.num_nodes=2", "policy.megatron_cfg.enabled=true", "policy.generation.temperature=0"]
+    overrides += ["policy.precision=bf17"]
     with pytest.raises(SpecError) as error:
         tk.load_recipe(TINY, overrides)
-    assert [line[:5] for line in str(error.value).splitlines()[1:]] == ["  1. ", "  2. ", "  3. "]
+    assert [line[:5] for line in str(error.value).splitlines()[1:]] == ["  1. ", "  2. ", "  3. ", "  4. "]
 
 
 def test_checkpointing_outside_the_units_is_said_in_two_keys() -> None:
@@ -327,6 +328,11 @@ FILES: list[tuple[str, type[Exception], str]] = [
     ("- 1\n", SpecError, "a recipe is a mapping of sections"),
     ("defaults: 3\n", SpecError, "defaults=3 must be a file name or a list"),
     ("defaults: r.yaml\n", SpecError, "in a circle: r.yaml -> r.yaml"),
+    ("grpo: 3\n", SpecError, "r.yaml: grpo=3 is no section; grpo holds keys such as grpo"),
+    ("policy: {dtensor_cfg: true}\n", SpecError, "policy.dtensor_cfg=true is no section"),
+    ("toolkit: [1]\n", SpecError, r"toolkit=\[1\] is no section"),
+    ("a: ${grpo.x}\ngrpo: {x: null, y: '${mul:${grpo.x}, 2}'}\n", SpecError, "taken from grpo.x, which is null"),
+    ("a: ${grpo.x}\ngrpo: null\n", SpecError, "interpolation of a leads nowhere: it is taken from grpo, which is null"),
     ("defaults: gone.yaml\n", FileNotFoundError, "gone.yaml': no such recipe .r.yaml inherits it"),
     ("a: ${b.c}\n", SpecError, "interpolation of a leads nowhere"),
     ("a: ${nosuch:1}\n", SpecError, "leads nowhere: Unsupported interpolation type nosuch"),
@@ -340,6 +346,18 @@ FILES: list[tuple[str, type[Exception], str]] = [
 def test_files_that_cannot_be_read_say_why(tmp_path: Path, text: str, kind: type[Exception], reason: str) -> None:
     with pytest.raises(kind, match=reason):
         tk.load_recipe(write(tmp_path, "r.yaml", text))
+
+
+@pytest.mark.parametrize("path", [None, 3, ""])
+def test_a_path_that_is_none(path: Any) -> None:
+    with pytest.raises(SpecError, match=r"must be the file of a recipe, e\.g\."):
+        tk.load_recipe(path)
+
+
+def test_a_list_where_the_parent_has_a_section(tmp_path: Path) -> None:
+    write(tmp_path, "parent.yaml", "data: {train: {a: 1}}\n")
+    with pytest.raises(SpecError, match="child.yaml does not fit what it inherits.*_override_: true"):
+        tk.load_recipe(write(tmp_path, "child.yaml", "defaults: parent.yaml\ndata: {train: [1]}\n"))
 
 
 def test_overrides_change_add_and_delete() -> None:
@@ -366,6 +384,10 @@ OVERRIDES: list[tuple[Any, str]] = [
     (["grpo.seed=[1"], "its value is not YAML"),
     (["grpo.seed={a:1}"], "a space after each colon"),
     ("grpo.seed=1", "give a list of values, e.g."),
+    (None, "overrides=None: give a list of values"),
+    (["grpo=3"], "override 'grpo=3': grpo=3 is no section"),
+    (["grpo.num_prompts_per_step=null"], "taken from grpo.num_prompts_per_step, which is null"),
+    (["policy.precision=null"], "precision=None is not a dtype .*precision is policy.precision here"),
 ]
 
 
@@ -402,7 +424,7 @@ CHANGES: dict[str, list[Any]] = {
     "cast_forward_inputs": [False], "autocast": [False], "lm_head_precision": ["float32"], "tensor_parallel_size": [2],
     "sequence_parallel": [True], "activation_checkpointing": ["full", "selective", "hf"], "cpu_offload": [True],
     "logprob_mode": ["chunked", "linear"], "logprob_chunk_size": [7], "temperature_order": ["before_upcast"],
-    "sequence_packing": [True], "attn_implementation": ["sdpa", "eager"], "seed": [5],
+    "sequence_packing": [True], "share_prompt_prefix": [True], "attn_implementation": ["sdpa", "eager"], "seed": [5],
     "num_prompts_per_step": [6], "num_generations_per_prompt": [2], "max_new_tokens": [64], "temperature": [0.7],
     "top_p": [0.9], "top_k": [20], "train_micro_batch_size": [3], "train_global_batch_size": [4, 64],
     "learning_rate": [1.1e-7, 0.0], "weight_decay": [0.0], "warmup_steps": [2, 3, 50], "warmup_start_factor": [0.3, 1.0],

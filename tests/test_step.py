@@ -59,6 +59,9 @@ def reference() -> tuple[list[dict[str, float]], list[torch.Tensor]]:
         {"activation_checkpointing": "hf"},
         {"sequence_packing": True, "train_micro_batch_size": 5},
         {"sequence_packing": True, "logprob_mode": "linear", "ranks": 2},
+        {"share_prompt_prefix": True},
+        {"share_prompt_prefix": True, "train_micro_batch_size": 6, "ranks": 2, "logprob_mode": "linear"},
+        {"share_prompt_prefix": True, "logprob_mode": "chunked", "ranks": 2, "tensor_parallel_size": 2},
         {"sequence_packing": True, "logprob_mode": "chunked", "ranks": 2, "tensor_parallel_size": 2},
     ],
     ids=lambda f: "-".join(f"{k}{v}" for k, v in f.items()),
@@ -358,6 +361,19 @@ def test_rewards_of_ones_own_and_what_happens_when_they_fail(two_ranks: tk.Sessi
     finally:
         two_ranks.config = before
     assert not calls
+
+
+def test_rewards_that_are_all_equal_give_no_gradient_and_change_nothing() -> None:
+    def weights(policy: Policy) -> list[torch.Tensor]:
+        return [p.detach().full_tensor().clone() for p in policy.model.parameters()]
+
+    task = tk.Task("equal", [("1+1=", "2"), ("2+3=", "5")], reward=lambda prompt, completion, answer: 0.5)
+    fields: dict[str, Any] = {"num_prompts_per_step": 2, "num_generations_per_prompt": 3, "max_new_tokens": 2}
+    with tk.launch(model=tk.tiny_policy(), task=task, weight_decay=0.0, learning_rate=1.0, **fields) as session:
+        before = session.run(weights)[0]
+        metrics = session.grpo_step().metrics
+        assert (metrics["reward"], metrics["loss"], metrics["grad_norm"]) == (0.5, 0.0, 0.0)
+        assert all(map(torch.equal, session.run(weights)[0], before))
 
 
 def test_an_iterator_is_a_task_for_more_than_one_step() -> None:

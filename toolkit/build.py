@@ -87,8 +87,8 @@ def assemble(
         tokenizer=_with_pad_token(tokenizer),
         mesh=setup.mesh_context.device_mesh,
         device=device,
-        # torch would choose foreach on GPUs only; its temporaries should be the same on a CPU that stands in for one.
-        optimizer=torch.optim.AdamW(groups, lr=0.0, foreach=True),
+        # One pass over each parameter and no temporaries, on CPUs as on GPUs.
+        optimizer=torch.optim.AdamW(groups, lr=0.0, fused=True),
         eos_ids=_eos_ids(model, tokenizer),
     )
     probe(policy)

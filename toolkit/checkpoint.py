@@ -83,7 +83,10 @@ def export(policy: Policy, folder: str, dtype: str) -> None:
 def _stored_names(folder: str) -> list[str]:
     if not (Path(folder) / ".metadata").is_file():
         raise FileNotFoundError("no .metadata")
-    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    try:
+        return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except Exception as error:  # a pickle cut off raises whatever its next instruction happens to meet
+        raise ValueError(f".metadata is no index of a checkpoint: {error}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The norm of a sharded gradient, and clipping to it."""
+"""The norm of a sharded gradient, clipping to it, and the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from toolkit.dtensors import whole
+from toolkit.grpo_config import GRPOConfig
 from toolkit.policy import Policy, by_mesh
+
+_SQUARED_AT_A_TIME = 2**20  # elements; a float64 copy of a whole embedding would be the peak of the step
 
 
 def clip_gradients(policy: Policy, max_norm: float | None) -> float:
@@ -40,7 +43,8 @@ def _owned_square(grad: torch.Tensor) -> torch.Tensor:
     parameter group.
     """
     shard, copies = shard_and_copies(grad)
-    return shard.double().square().sum() / copies
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in shard.flatten().split(_SQUARED_AT_A_TIME)]
+    return torch.stack(parts).square().sum() / copies
 
 
 def shard_and_copies(grad: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -56,3 +60,20 @@ def shard_and_copies(grad: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _not_finite(grad: torch.Tensor) -> bool:
     return not bool(torch.isfinite(whole(grad)).all())
+
+
+def set_optimizer(policy: Policy, config: GRPOConfig, step: int) -> float:
+    """Set weight decay and learning rate for a step (counted from 0, for the warm-up); returns the rate."""
+    rate = config.learning_rate * warmup_factor(config, step)
+    for group in policy.optimizer.param_groups:
+        group["lr"] = rate
+        group["weight_decay"] = config.weight_decay
+    return rate
+
+
+def warmup_factor(config: GRPOConfig, step: int) -> float:
+    """Share of the learning rate at a step, counted from 0; with a start factor it is torch's `LinearLR`."""
+    steps, start = config.warmup_steps, config.warmup_start_factor
+    if step >= steps:
+        return 1.0
+    return (step + 1) / steps if start is None else start + (1 - start) * step / steps

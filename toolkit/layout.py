@@ -241,6 +241,19 @@ def check_length(name: str, length: int, facts: ModelFacts) -> None:
         )
 
 
+def check_made_up(spec: PolicySpec) -> None:
+    """Refuse to make up sequences for a policy whose layout depends on which of them share a prompt.
+
+    Raises:
+        SpecError: with the way out.
+    """
+    if spec.share_prompt_prefix:
+        raise SpecError(
+            "share_prompt_prefix=True: made-up sequences of a given length share no prompt. Measure a sampled step with "
+            "session.memory(), or set share_prompt_prefix=False."
+        )
+
+
 def check_config(config: Any, spec: PolicySpec, facts: ModelFacts, *, ranks: int) -> None:
     """Refuse GRPO settings that this policy on these ranks cannot run.
 

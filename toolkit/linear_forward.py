@@ -4,7 +4,7 @@ The head has to run where FSDP2 has gathered its weight: inside the forward of t
 never reduced. So for the length of a call the model's forward and its head's are ours; FSDP2's hooks, tensor parallelism's
 and the ledger's sit around them as around the originals.
 
-Shapes: _B sequences, _T tokens, _V vocabulary, _H hidden.
+Shapes: _B sequences, _T tokens, _K of them scored, _V vocabulary, _H hidden.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ def linear_forward(
     ids_BT: torch.Tensor,
     mask_BT: torch.Tensor | None,
     positions_BT: torch.Tensor,
-    scored_BT: torch.Tensor,
+    targets_BK: torch.Tensor,
     temperature: float,
     *,
+    columns_K: torch.Tensor | None = None,
     look: Look | None = None,
 ) -> torch.Tensor:
-    """Logprobs of the tokens that are scored, each given those before it.
+    """Logprobs of targets, each given the tokens up to a column.
 
     Args:
-        scored_BT: [B, T], true at the tokens to score; the others (prompt and pads) never reach the head. The first column
-            has nothing before it and is left out.
+        targets_BK: int64 token ids, IGNORED where nothing is to be scored: that never reaches the head.
+        columns_K: the columns that predict the targets; None takes all T, the last one too.
         look: called with what the head is given, [B, T, H], and with the whole weight [V, H] and bias it has.
 
     Returns:
-        [B, T-1] float32: column t is the logprob of token t+1, 0 where it is not scored.
+        [B, K] float32, 0 where the target is ignored.
 
     Raises:
         SpecError: the model's output projection is not a linear layer.
     """
-    targets_BT = torch.full_like(ids_BT, IGNORED)
-    targets_BT[:, :-1] = torch.where(scored_BT[:, 1:] > 0, ids_BT[:, 1:], IGNORED)
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
         raise SpecError(
@@ -63,17 +62,25 @@ def linear_forward(
         hidden_BTH = local_shard(hidden_BTH).to(head.weight.dtype)
         if look is not None:
             look(hidden_BTH, whole(head.weight.detach()), None if head.bias is None else whole(head.bias.detach()))
-        return _read_out(head, hidden_BTH, targets_BT, temperature, softcap)
+        return _read_out(head, hidden_BTH, targets_BK, temperature, softcap)
 
     def forward(**inputs: Any) -> torch.Tensor:
-        logprobs: torch.Tensor = head(decoder(**inputs).last_hidden_state)
+        hidden_BTH = decoder(**inputs).last_hidden_state
+        logprobs: torch.Tensor = head(hidden_BTH if columns_K is None else hidden_BTH[:, columns_K])
         return _my_copy(logprobs, head.weight)
 
     with _forward_of(head, read_out), _forward_of(model, forward):
-        logprobs_BT: torch.Tensor = model(
+        logprobs_BK: torch.Tensor = model(
             input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, use_cache=False
         )
-    return logprobs_BT[:, :-1]
+    return logprobs_BK
+
+
+def next_targets(ids_BT: torch.Tensor, scored_BT: torch.Tensor) -> torch.Tensor:
+    """The token after each column [B, T], IGNORED where that is not to be scored (and after the last)."""
+    targets_BT = torch.full_like(ids_BT, IGNORED)
+    targets_BT[:, :-1] = torch.where(scored_BT[:, 1:] > 0, ids_BT[:, 1:], IGNORED)
+    return targets_BT
 
 
 def final_softcap(model: nn.Module) -> float | None:

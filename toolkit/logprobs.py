@@ -20,8 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.checks import check_temperature, check_whole
 from toolkit.errors import SpecError
+from toolkit.linear_forward import linear_forward
+from toolkit.linear_head import IGNORED
 from toolkit.policy import Policy
 from toolkit.prompts import Batch, pack, unpack
+from toolkit.shared_prompts import SharedRows, share_prompts
 from toolkit.spec import PolicySpec, TemperatureOrder
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -40,6 +43,9 @@ def forward_logprobs(policy: Policy, batch: Batch, temperature: float, phase: Ph
     if policy.spec.sequence_packing:
         row, real_BT = pack(batch)
         return unpack(_forward(policy, row, None, temperature, phase), real_BT)
+    if policy.spec.share_prompt_prefix:
+        rows = share_prompts(batch)
+        return rows.spread(_forward_shared(policy, rows, temperature, phase))
     return _forward(policy, batch, batch.mask_BT, temperature, phase)
 
 
@@ -52,6 +58,25 @@ def _forward(policy: Policy, batch: Batch, mask_BT: torch.Tensor | None, tempera
             logits_BTV = policy.forward(batch.ids_BT, mask_BT, batch.positions_BT).logits
         with phase("loss"):
             return next_token_logprobs(logits_BTV, batch.ids_BT, policy.spec, temperature)
+
+
+def _forward_shared(policy: Policy, rows: SharedRows, temperature: float, phase: Phase) -> torch.Tensor:
+    """Logprobs [R, K] of completion tokens; the head runs on nothing else."""
+    with policy.autocast():
+        if policy.spec.logprob_mode == "linear":
+            targets_RK = rows.targets_RK.masked_fill(rows.counted_RK == 0, IGNORED)
+            with phase("forward"):
+                return linear_forward(
+                    policy.model, rows.ids_RL, rows.mask_R1LL, rows.positions_RL, targets_RK, temperature,
+                    columns_K=rows.columns_K,
+                )  # fmt: skip
+        with phase("forward"):
+            logits_RKV = policy.forward(rows.ids_RL, rows.mask_R1LL, rows.positions_RL, logits_to_keep=rows.columns_K).logits
+        with phase("loss"):
+            return token_logprobs(
+                logits_RKV, rows.targets_RK, temperature=temperature,
+                temperature_order=policy.spec.temperature_order, chunk_rows=policy.spec.chunk_rows,
+            )  # fmt: skip
 
 
 def token_logprobs(

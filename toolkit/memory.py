@@ -18,13 +18,13 @@ import torch.distributed as dist
 from toolkit import fsdp
 from toolkit.collect import grade_together, sample_step
 from toolkit.dtensors import local_shard
-from toolkit.gradients import clip_gradients
+from toolkit.gradients import clip_gradients, set_optimizer
 from toolkit.ledger import Ledger
 from toolkit.logprobs import Phase, no_phase
 from toolkit.memory_cuda import allocator_beside
 from toolkit.memory_report import MemoryReport as MemoryReport
 from toolkit.memory_report import report_of
-from toolkit.policy import Policy, set_optimizer
+from toolkit.policy import Policy
 from toolkit.prompts import Reward, make_batch
 from toolkit.spec import GRPOConfig, dtype_name
 from toolkit.step import TrainingBatch, forward_backward, training_batch

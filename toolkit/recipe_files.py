@@ -18,10 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.checks import check_list, check_path
 from toolkit.errors import SpecError
-from toolkit.recipe_values import near
+from toolkit.recipe_keys import RULES
+from toolkit.recipe_values import as_yaml, near
 
 Values = dict[str, Any]  # nested sections of a recipe
 
+_SECTIONS = {".".join(key.split(".")[:depth]) for key in RULES for depth in range(1, key.count(".") + 1)} | {"toolkit"}
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=+~@\s]+)(?:=(?P<value>.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{\s*(?P<dots>\.*)(?P<key>[\w.]+)\s*\}")
 _RESOLVERS = {  # those of NeMo-RL
@@ -57,14 +59,15 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> RecipeFile:
 
     Raises:
         FileNotFoundError: no such file; names the one that asked for it.
-        SpecError: not YAML, a circle of `defaults:`, an override of no known form or for a key that is not there, an
-            interpolation that leads nowhere, or values that are still `???`; names all of these.
+        SpecError: no path, not YAML, a section that is none, a circle of `defaults:`, an override of no known form or for a
+            key that is not there, an interpolation that leads nowhere, or values that are still `???`; names all of these.
     """
     overrides = check_list("overrides", overrides)
     path = check_path("load_recipe", path)
     values = _inherit(path, ())
     for override in overrides:
         _apply(values, override)
+        _check_sections(f"override {override!r}", values)
     missing = [key for key, value in flatten(values) if value == "???" or (isinstance(value, list) and "???" in value)]
     if missing:
         ways = ", ".join(repr(f"{key}=...") for key in missing)
@@ -101,7 +104,13 @@ def _inherit(path: Path, chain: tuple[Path, ...]) -> Values:
     merged: Values = {}
     for parent in parents:
         merged = _merge(merged, _inherit((path.parent / parent).resolve(), (*chain, path.resolve())))
-    return _merge(merged, values)
+    try:
+        return _merge(merged, values)
+    except (TypeError, OmegaConfBaseException) as error:
+        raise SpecError(
+            f"{path.name} does not fit what it inherits: {str(error).splitlines()[0]}. Where one has a list and "
+            "the other a section, write `_override_: true` into the section."
+        ) from None
 
 
 def _load(path: Path, asked_by: Path | None) -> Values:
@@ -114,10 +123,19 @@ def _load(path: Path, asked_by: Path | None) -> Values:
     if not OmegaConf.is_dict(loaded):
         raise SpecError(f"{path.name} holds a list; a recipe is a mapping of sections (policy, grpo, loss_fn, ...).")
     values = cast(Values, OmegaConf.to_container(loaded, resolve=False))
+    _check_sections(path.name, values)
     policy = values.get("policy")
     if isinstance(policy, dict) and str(policy.get("model_name")).startswith(("./", "../")):
         policy["model_name"] = str((path.parent / policy["model_name"]).resolve())
     return values
+
+
+def _check_sections(where: str, values: Values) -> None:
+    """Refuse a number, a text or a list where a section of keys belongs."""
+    for key, value in flatten(values):
+        if key in _SECTIONS - RULES.keys() and value not in (None, {}) and not str(value).startswith("${"):
+            known = next((rule for rule in RULES if rule.startswith(f"{key}.")), f"{key}.task")
+            raise SpecError(f"{where}: {key}={as_yaml(value)} is no section; {key} holds keys such as {known}.")
 
 
 def _merge(base: Values, child: Values) -> Values:
@@ -188,8 +206,18 @@ def _resolve(path: Path, values: Values) -> Values:
         return cast(Values, OmegaConf.to_container(OmegaConf.create(values), resolve=True))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
-        what = str(error).splitlines()[0]
+        flat = dict(flatten(values))
+        asked = _references({str(key): flat.get(str(key))})
+        nulls = sorted({name for name in (_null(reference, flat) for reference in asked) if name is not None})
+        what = f"it is taken from {', '.join(nulls)}, which is null" if nulls else str(error).splitlines()[0]
         raise SpecError(f"{path.name}: the interpolation of {key or 'a value'} leads nowhere: {what}.") from None
+
+
+def _null(key: str, flat: Mapping[str, Any]) -> str | None:
+    """The key, or the section around it, that is null."""
+    parts = key.split(".")
+    names = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return next((name for name in names if name in flat and flat[name] is None), None)
 
 
 def _references(values: Values) -> Iterator[str]:

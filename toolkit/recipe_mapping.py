@@ -239,7 +239,7 @@ def _unread(key: str, keys: Mapping[str, Any]) -> bool:
 
 
 def _schedulers(steps: int, start: float | None) -> list[dict[str, Any]] | None:
-    """torch's schedulers that rise as `policy.warmup_factor` does: from 1/steps in steps - 1, or from `start` in steps."""
+    """torch's schedulers that rise as `warmup_factor` does: from 1/steps in steps - 1, or from `start` in steps."""
     if steps < 2 and start is None:
         return None
     rise, start = (steps - 1, 1 / steps) if start is None else (steps, start)

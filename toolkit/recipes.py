@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,18 +155,21 @@ def launch_parts(
 def _understood(name: str, keys: Mapping[str, Any], references: frozenset[str]) -> Recipe:
     """The recipe of flat keys; raises with all that stands against it."""
     found = map_keys(keys, references)
-    spec = config = None
     problems, fields = found.problems, found.fields
-    try:
-        ranks = check_whole("cluster.gpus_per_node", fields.get("ranks", 1))
-        config = GRPOConfig(**{field: fields[field] for field in GRPO_FIELDS if field in fields})
-        if "model" in fields:
-            spec = PolicySpec(**{field: fields[field] for field in SPEC_FIELDS if field in fields})
-    except SpecError as error:
-        renamed = [f"{field} is {key}" for field, key in found.sources.items() if f"{field}=" in str(error)]
-        renamed = [text for text in renamed if not text.endswith(f".{text.split()[0]}")]
-        problems.append(str(error) + (f" ({', '.join(renamed)} here.)" if renamed else ""))
-    if problems or spec is None or config is None:
+
+    def made(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return make(*args, **kwargs)
+        except SpecError as error:
+            renamed = [f"{field} is {key}" for field, key in found.sources.items() if f"{field}=" in str(error)]
+            problems.append(str(error) + (f" ({', '.join(renamed)} here.)" if renamed else ""))
+
+    ranks = made(check_whole, "cluster.gpus_per_node", fields.get("ranks", 1))
+    config = made(GRPOConfig, **{field: fields[field] for field in GRPO_FIELDS if field in fields})
+    spec = None
+    if "model" in fields:
+        spec = made(PolicySpec, **{field: fields[field] for field in SPEC_FIELDS if field in fields})
+    if problems or spec is None:
         listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise SpecError(f"{name} is refused:{listed}")
     return Recipe(name, spec, config, ranks, found.rows)

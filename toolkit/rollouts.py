@@ -65,12 +65,14 @@ def sample(
     """
     share = len(problems) // policy.data_size
     first_prompt = policy.data_rank * share
-    mine = [problem for problem in problems[first_prompt : first_prompt + share] for _ in range(num_generations)]
+    distinct = problems[first_prompt : first_prompt + share]
+    mine = [problem for problem in distinct for _ in range(num_generations)]
     with policy.failing_together():
-        prompt_ids = encode_prompts(policy.tokenizer, [prompt for prompt, _ in mine], policy.vocab_size)
-        _check_lengths(policy, mine, prompt_ids, max_new_tokens)
+        distinct_ids = encode_prompts(policy.tokenizer, [prompt for prompt, _ in distinct], policy.vocab_size)
+        _check_lengths(policy, distinct, distinct_ids, max_new_tokens)
+    prompt_ids = [ids for ids in distinct_ids for _ in range(num_generations)]
     pad_id = policy.tokenizer.pad_token_id
-    prompt_batch = make_batch(prompt_ids, [len(ids) for ids in prompt_ids], pad_id).to(policy.device)
+    prompt_batch = make_batch(distinct_ids, [len(ids) for ids in distinct_ids], pad_id).to(policy.device)
     generator = torch.Generator().manual_seed(seed)
     uniform_BN = torch.rand(
         len(problems) * num_generations, max_new_tokens, generator=generator, dtype=torch.float64
@@ -117,13 +119,17 @@ def _decode(
     top_k: int | None,
     greedy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode until every sequence of every rank has ended; returns tokens and logprobs [B, N'], N' at most N, on CPU."""
+    """Decode until every sequence of every rank has ended; returns tokens and logprobs [B, N'], N' at most N, on CPU.
+
+    Each prompt is read once; its part of the cache is then copied for its completions.
+    """
     warpers: list[Any] = [TopKLogitsWarper(top_k)] if top_k is not None else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
     eos_ids = torch.tensor(policy.eos_ids, device=policy.device)
     num_new = uniform_BN.shape[1]
+    copies = len(uniform_BN) // prompts.num_sequences
     ids_BT, mask_BT = prompts.ids_BT, prompts.mask_BT
-    ended_B = torch.zeros(len(ids_BT), dtype=torch.bool, device=policy.device)
+    ended_B = torch.zeros(len(uniform_BN), dtype=torch.bool, device=policy.device)
     tokens, logprobs, cache = [], [], None
     for step in range(num_new):
         policy.progress("sampling", step, num_new)
@@ -132,7 +138,10 @@ def _decode(
             output = policy.forward(ids_BT, mask_BT, positions_BT, use_cache=True, past_key_values=cache, logits_to_keep=1)
         cache = output.past_key_values
         logits_BV = whole(output.logits[:, -1])
-        check_finite(policy, logits_BV.float().logsumexp(-1), prompts, "sampling")
+        check_finite(policy, logits_BV.float().logsumexp(-1).view(prompts.num_sequences, -1), prompts, "sampling")
+        if step == 0:
+            cache.batch_repeat_interleave(copies)
+            logits_BV, mask_BT = (t.repeat_interleave(copies, 0) for t in (logits_BV, mask_BT))
         scaled_BV = logits_BV.float() / temperature
         for warper in warpers:
             scaled_BV = warper(None, scaled_BV)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from toolkit import fsdp
 from toolkit.collect import sample_step
-from toolkit.linear_forward import final_softcap, linear_forward
+from toolkit.linear_forward import final_softcap, linear_forward, next_targets
 from toolkit.logprobs import forward_logprobs
 from toolkit.policy import Policy
 from toolkit.prompts import Batch, make_batch
@@ -209,6 +209,7 @@ def _exact(policy: Policy, batch: Batch, temperature: float) -> _Exact:
 
     with policy.autocast(), _in_mode(policy, "linear"):
         mask_BT = batch.token_mask_BT
-        linear_forward(policy.model, batch.ids_BT, batch.mask_BT, batch.positions_BT, mask_BT, temperature, look=look)
+        targets_BT = next_targets(batch.ids_BT, mask_BT)
+        linear_forward(policy.model, batch.ids_BT, batch.mask_BT, batch.positions_BT, targets_BT, temperature, look=look)
         fsdp.reshard(policy.model)
     return found[0]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.background import count_interrupts
 from toolkit.checks import check_flag, check_path, check_temperature, check_texts, check_whole
 from toolkit.errors import SessionClosed, SpecError
-from toolkit.layout import check_config, check_length, check_token_ids
+from toolkit.layout import check_config, check_length, check_made_up, check_token_ids
 from toolkit.live import LivePolicy
 from toolkit.progress import Bars
 from toolkit.spec import GRPOConfig
@@ -218,6 +218,7 @@ class Session(LivePolicy):
             check_whole("num_sequences", num_sequences)
             check_whole("sequence_length", sequence_length, minimum=2)
             check_length("sequence_length", sequence_length, self._facts)
+            check_made_up(self._spec)
             shape = (num_sequences, sequence_length)
         task, step = self._task, len(self._records)
         problems = self._problems(task, self._config.num_prompts_per_step, step)
@@ -290,8 +291,7 @@ class Session(LivePolicy):
 
         rows = None if token_ids is None else check_token_ids(token_ids, self._facts)
         temperature = self._config.temperature if temperature is None else check_temperature(temperature)
-        step = len(self._records)
-        problems = self._problems(self._task, self._config.num_prompts_per_step, step)
+        step, problems = self._next_problems()
         reports: list[SelfCheckReport] = self.run(self_check, self._config, problems, rows, temperature, step)
         return reports[0]
 
@@ -304,8 +304,7 @@ class Session(LivePolicy):
         """
         from toolkit.edges import measure_edges
 
-        step = len(self._records)
-        problems = self._problems(self._task, self._config.num_prompts_per_step, step)
+        step, problems = self._next_problems()
         return cast("EdgeReport", self.run(measure_edges, self._config, problems, step)[0])
 
     def tradeoffs(
@@ -335,6 +334,10 @@ class Session(LivePolicy):
         return measure(self, twin, dtypes, checkpointing, logprob_modes, tensor_parallel_sizes, twins=twins)
 
     # ---- helpers
+
+    def _next_problems(self) -> tuple[int, list[tuple[str, str]]]:
+        step = len(self._records)
+        return step, self._problems(self._task, self._config.num_prompts_per_step, step)
 
     def _problems(self, task: Task, count: int, step: int) -> list[tuple[str, str]]:
         drawn: list[tuple[str, str]] = self._worker.draw_problems(task.problems, count, self.spec.seed, step)

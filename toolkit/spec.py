@@ -107,6 +107,8 @@ class PolicySpec:
         sequence_packing: training and scoring put a micro-batch's sequences end to end into one row, without pads; each
             attends to itself only. Without a variable-length attention kernel (as on CPU) attention costs the square of
             the row: set `train_micro_batch_size`.
+        share_prompt_prefix: training and scoring compute a prompt once for its completions, which stand behind it in one
+            row of at most 1024 tokens; each attends to the prompt and itself only. The head runs on completion tokens only.
         attn_implementation: None (sdpa), "eager", "sdpa", or "flash_attention_2" (CUDA only).
         seed: of parameter initialisation, prompts and sampling.
 
@@ -129,6 +131,7 @@ class PolicySpec:
     logprob_chunk_size: int | None = None
     temperature_order: TemperatureOrder = "after_upcast"
     sequence_packing: bool = False
+    share_prompt_prefix: bool = False
     attn_implementation: str | None = None
     seed: int = 0
 
@@ -140,7 +143,7 @@ class PolicySpec:
             object.__setattr__(self, field, dtype_name(getattr(self, field), field))
         if self.lm_head_precision is not None:
             object.__setattr__(self, "lm_head_precision", dtype_name(self.lm_head_precision, "lm_head_precision"))
-        for field in ("cast_forward_inputs", "autocast", "sequence_parallel", "cpu_offload", "sequence_packing"):
+        for field in (f.name for f in dataclasses.fields(self) if f.type == "bool"):
             check_flag(field, getattr(self, field))
         if self.activation_checkpointing is True:  # NeMo-RL's way to say it
             object.__setattr__(self, "activation_checkpointing", "full")
@@ -203,6 +206,22 @@ class PolicySpec:
             raise SpecError(
                 "sequence_packing=True with sequence_parallel=True: a packed row has any length, and sequence parallelism "
                 "shards it evenly. Set one of them to False."
+            )
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        if not self.share_prompt_prefix:
+            return
+        for other in ("sequence_packing", "sequence_parallel"):
+            if getattr(self, other):
+                raise SpecError(
+                    f"share_prompt_prefix=True with {other}=True: each lays the rows out in its own way. Set one of them to "
+                    "False."
+                )
+        if self.attn_implementation in ("eager", "flash_attention_2"):
+            raise SpecError(
+                f"share_prompt_prefix=True with attn_implementation={self.attn_implementation!r}: completions of one row "
+                "are kept apart by a mask of true and false per pair of tokens, which only 'sdpa' takes. Use 'sdpa' or None."
             )
 
     @property

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from toolkit import fsdp
 from toolkit.advantages import group_advantages
 from toolkit.collect import Graded, collect
-from toolkit.gradients import clip_gradients
+from toolkit.gradients import clip_gradients, set_optimizer
 from toolkit.logprobs import Phase, forward_logprobs, no_phase
 from toolkit.losses import clipped_policy_gradient
 from toolkit.mismatch import mismatch_sums
-from toolkit.policy import Policy, check_finite, set_optimizer
+from toolkit.policy import Policy, check_finite
 from toolkit.prompts import Batch, Reward
 from toolkit.records import StepRecord
 from toolkit.reference import reference_weights

@@ -18,6 +18,7 @@ from toolkit.checkpoint import save as save
 from toolkit.collect import grade_together, sample_step
 from toolkit.policy import LIVE_FIELDS as LIVE_FIELDS
 from toolkit.policy import Policy, switch
+from toolkit.products import float32_products
 from toolkit.prompts import Plain, Reward, encode_prompts, make_batch
 from toolkit.prompts import draw_problems as draw_problems
 from toolkit.reference import keep_reference as keep_reference
@@ -51,7 +52,8 @@ def on_policy(key: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     """Run `fn(policy, *args, **kwargs)`; whatever it raises, the policy can be used again afterwards."""
     policy = _policies[key]
     try:
-        result = fn(policy, *args, **kwargs)
+        with float32_products():
+            result = fn(policy, *args, **kwargs)
     except BaseException:
         fsdp.recover(policy.model)
         raise
