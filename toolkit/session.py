@@ -220,11 +220,10 @@ class Session(LivePolicy):
             check_length("sequence_length", sequence_length, self._facts)
             check_made_up(self._spec)
             shape = (num_sequences, sequence_length)
-        task, step = self._task, len(self._records)
-        problems = self._problems(task, self._config.num_prompts_per_step, step)
+        step, problems = self._next_problems()
         settings: dict[str, Any] = {"step": step, "output_dtype": output_dtype, "shape": shape}
         settings["snapshot"] = None if snapshot is None else check_path("snapshot=", snapshot)
-        reports: list[MemoryReport] = self.run(measure, self._config, problems, task.reward, **settings)
+        reports: list[MemoryReport] = self.run(measure, self._config, problems, self._task.reward, **settings)
         return max(reports, key=lambda report: report.peak_bytes)
 
     def divergence(
@@ -265,10 +264,10 @@ class Session(LivePolicy):
         check_flag("gradients", gradients)
         ids = self._encoded(text) if text is not None else token_ids
         rows = None if ids is None else check_token_ids(ids, self._facts)
-        task, step = self._task, len(self._records)
-        problems = self._problems(task, self._config.num_prompts_per_step, step)
-        settings = {"problems": problems, "token_ids": rows, "reward": task.reward, "truth": truth, "gradients": gradients}
-        return cast("DivergenceReport", self.run(compare, self._config, a, b, common, step=step, **settings)[0])
+        step, problems = self._next_problems()
+        settings: dict[str, Any] = {"token_ids": rows, "truth": truth, "gradients": gradients, "reward": self._task.reward}
+        settings |= {"problems": problems, "step": step}
+        return cast("DivergenceReport", self.run(compare, self._config, a, b, common, **settings)[0])
 
     def _encoded(self, text: str | Sequence[str]) -> list[list[int]]:
         texts = check_texts(text)
@@ -332,8 +331,6 @@ class Session(LivePolicy):
         check_flag("twins", twins)
         twin = functools.partial(twin_of, self)
         return measure(self, twin, dtypes, checkpointing, logprob_modes, tensor_parallel_sizes, twins=twins)
-
-    # ---- helpers
 
     def _next_problems(self) -> tuple[int, list[tuple[str, str]]]:
         step = len(self._records)
