@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import toolkit as tk
+from toolkit.models import smollm2_is_installed
 from toolkit.session import Session
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two busy ranks on two cores must not spin for each other
@@ -78,7 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     for item in items:
-        if item.path.name in _SLOW_NOTEBOOKS:
+        trains_smollm2 = item.path.name == "grpo_smollm2.ipynb" and smollm2_is_installed()  # else its cells are skipped
+        if item.path.name in _SLOW_NOTEBOOKS or trains_smollm2:
             item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available() or os.environ.get("REQUIRE_GPU") == "1":
         return

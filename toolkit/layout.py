@@ -241,12 +241,13 @@ def check_length(name: str, length: int, facts: ModelFacts) -> None:
         )
 
 
-def check_made_up(spec: PolicySpec) -> None:
-    """Refuse to make up sequences for a policy whose layout depends on which of them share a prompt.
+def check_made_up(spec: PolicySpec, sequence_length: int, facts: ModelFacts) -> None:
+    """Refuse made-up sequences that are too long, or of a policy whose layout depends on which of them share a prompt.
 
     Raises:
         SpecError: with the way out.
     """
+    check_length("sequence_length", sequence_length, facts)
     if spec.share_prompt_prefix:
         raise SpecError(
             "share_prompt_prefix=True: made-up sequences of a given length share no prompt. Measure a sampled step with "

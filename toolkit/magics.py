@@ -19,7 +19,6 @@ from toolkit.engines import local_ranks_warm_up
 from toolkit.errors import RanksLost
 from toolkit.magic_completion import matcher
 from toolkit.magic_lines import OUT, SESSION, Friendly, ToolkitError, of_a_cell, of_a_line, read_line, takes
-from toolkit.models import smollm2
 from toolkit.session import Session
 from toolkit.spec import DTYPES
 
@@ -226,26 +225,6 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
             if text is not None:
                 sys.stdout.write(f"[rank {rank}] {text}\n")
 
-    @magic_arguments()
-    @takes(Option(("what",), "what the notebook needs", values=("smollm2",)))
-    @of_a_line
-    def needs(self, line: str, local_ns: Any = None) -> None:
-        """Make sure that SmolLM2 is there, or say how to install it and skip the notebook's other cells.
-
-        Each skipped cell says so. Once it is installed, run the cell with %needs again.
-
-        Example: %needs smollm2
-        """
-        what = self._given(self.needs, line, local_ns).get("what")
-        if what != "smollm2":
-            raise ToolkitError(f"%needs {what}: only smollm2 can be asked for.")
-        _stop_skipping(self.shell)
-        try:
-            smollm2()
-        except ModuleNotFoundError as error:
-            sys.stdout.write(f"{error}\nThe other cells of this notebook are skipped.\n")
-            self.shell.input_transformers_cleanup.insert(0, _skipped)
-
     # ---- helpers
 
     def _given(self, magic: Any, line: str, local_ns: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -307,16 +286,6 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
         return None
 
 
-def _skipped(lines: list[str]) -> list[str]:
-    """What is run instead of a cell while something is missing."""
-    asks_again = any(line.lstrip().startswith("%needs") for line in lines)
-    return lines if asks_again else ["print('skipped: see the cell with %needs')\n"]
-
-
-def _stop_skipping(shell: Any) -> None:
-    shell.input_transformers_cleanup[:] = [step for step in shell.input_transformers_cleanup if step is not _skipped]
-
-
 def load(ipython: Any) -> None:
     """Register the magics and what the Tab key offers for them; loading again replaces both."""
     unload(ipython)
@@ -329,7 +298,6 @@ def load(ipython: Any) -> None:
 
 def unload(ipython: Any) -> None:
     """Remove the magics."""
-    _stop_skipping(ipython)
     for kind, names in ToolkitMagics.magics.items():
         for name in names:
             ipython.magics_manager.magics[kind].pop(name, None)

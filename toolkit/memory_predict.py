@@ -16,7 +16,7 @@ from toolkit.checks import check_whole
 from toolkit.engines import LocalRanks
 from toolkit.errors import SpecError
 from toolkit.grpo_config import MEMORY_FIELDS
-from toolkit.layout import ModelFacts, check_layout, check_length, check_made_up, facts_of, read_config
+from toolkit.layout import ModelFacts, check_layout, check_made_up, facts_of, read_config
 from toolkit.models import known_models
 from toolkit.progress import Bars
 from toolkit.spec import GRPOConfig, PolicySpec, split_fields
@@ -190,8 +190,7 @@ def _check(spec: PolicySpec, facts: ModelFacts, ranks: int, sequence_length: int
             f"{facts.num_key_value_heads}, so its queries cannot share keys evenly; correct the config."
         )
     check_layout(spec, facts, ranks=ranks, device="cpu", num_gpus=0)
-    check_made_up(spec)
-    check_length("sequence_length", sequence_length, facts)
+    check_made_up(spec, sequence_length, facts)
 
 
 # ---- in a process of its own

@@ -208,8 +208,7 @@ def _exact(policy: Policy, batch: Batch, temperature: float) -> _Exact:
         found.append(_Exact(logprobs_BT, largest, size))
 
     with policy.autocast(), _in_mode(policy, "linear"):
-        mask_BT = batch.token_mask_BT
-        targets_BT = next_targets(batch.ids_BT, mask_BT)
-        linear_forward(policy.model, batch.ids_BT, batch.mask_BT, batch.positions_BT, targets_BT, temperature, look=look)
+        next_BT = next_targets(batch.ids_BT, batch.token_mask_BT)
+        linear_forward(policy.model, batch.ids_BT, batch.mask_BT, batch.positions_BT, next_BT, temperature, look=look)
         fsdp.reshard(policy.model)
     return found[0]

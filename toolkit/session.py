@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.background import count_interrupts
 from toolkit.checks import check_flag, check_path, check_temperature, check_texts, check_whole
 from toolkit.errors import SessionClosed, SpecError
-from toolkit.layout import check_config, check_length, check_made_up, check_token_ids
+from toolkit.layout import check_config, check_made_up, check_token_ids
 from toolkit.live import LivePolicy
 from toolkit.progress import Bars
 from toolkit.spec import GRPOConfig
@@ -217,8 +217,7 @@ class Session(LivePolicy):
         if num_sequences is not None and sequence_length is not None:
             check_whole("num_sequences", num_sequences)
             check_whole("sequence_length", sequence_length, minimum=2)
-            check_length("sequence_length", sequence_length, self._facts)
-            check_made_up(self._spec)
+            check_made_up(self._spec, sequence_length, self._facts)
             shape = (num_sequences, sequence_length)
         step, problems = self._next_problems()
         settings: dict[str, Any] = {"step": step, "output_dtype": output_dtype, "shape": shape}
