@@ -316,7 +316,7 @@ def test_a_cpu_has_no_allocators_count_and_no_snapshot(one_rank: tk.Session, tmp
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"num_sequences": 2}, "together"),
+        ({"num_sequences": 2}, "give both"),
         ({"num_sequences": 0, "sequence_length": 4}, "num_sequences=0"),
         ({"num_sequences": 1, "sequence_length": 1}, "at least 2"),
         ({"output_dtype": "int4"}, "output_dtype='int4'"),
