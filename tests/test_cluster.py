@@ -326,7 +326,7 @@ def test_addresses_that_cannot_be_attached_to_are_refused(cluster: str, monkeypa
 def test_a_missing_ray_is_named_with_its_extra() -> None:
     code = "import sys; sys.modules['ray'] = None\nimport toolkit as tk\ntk.launch(model=tk.tiny_policy(), cluster='a:1')"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "SpecError: cluster= needs Ray, which is not installed: pip install 'toolkit[ray]'" in run.stderr
+    assert "SpecError: cluster='a:1' needs Ray, which is not installed: pip install 'toolkit[ray]'" in run.stderr
 
 
 def test_ranks_are_numbered_node_by_node() -> None:

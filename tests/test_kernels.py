@@ -93,6 +93,7 @@ def test_output_arrives_while_the_cell_runs_in_nbclient() -> None:
     assert next(when for when, text in client.arrived if "tick 1" in text) < float(ended)
 
 
+@pytest.mark.slow
 def test_output_is_in_its_cell_under_papermill(tmp_path: Path) -> None:
     import papermill
 

@@ -243,6 +243,7 @@ def test_known_models_have_the_published_number_of_parameters() -> None:
     assert found == PARAMETERS
 
 
+@pytest.mark.slow
 def test_a_config_object_and_a_name_with_its_organisation_are_the_known_model() -> None:
     from transformers import AutoConfig
 

@@ -39,8 +39,8 @@ def attach(cluster: str) -> Callable[[], None]:
     Raises:
         SpecError: Ray is not installed, the address is not one, no cluster answers, or Ray refuses this machine.
     """
-    ray = _import_ray()
     host, port = _address(cluster)
+    ray = _import_ray(cluster)
     user = object()
     with _Connection.lock:
         if ray.is_initialized():
@@ -101,11 +101,11 @@ def device_on(cluster: str, num_ranks: int, device: str | None) -> str:
     return device
 
 
-def _import_ray() -> Any:
+def _import_ray(cluster: str) -> Any:
     try:
         import ray
     except ImportError:
-        raise SpecError("cluster= needs Ray, which is not installed: pip install 'toolkit[ray]'") from None
+        raise SpecError(f"cluster={cluster!r} needs Ray, which is not installed: pip install 'toolkit[ray]'") from None
     return ray
 
 
