@@ -108,3 +108,14 @@ def test_temperature_0_is_about_greedy_sampling_only_where_something_is_sampled(
         assert "greedy" not in str(error.value)
     with pytest.raises(SpecError, match=r"temperature=0: greedy completions .* Use session.evaluate\(\)"):
         tk.GRPOConfig(temperature=0)
+
+
+def test_what_has_to_be_called_is_checked_when_it_is_given(one_rank: tk.Session) -> None:
+    for call in (one_rank.on_change, one_rank.on_close, one_rank.run):
+        with pytest.raises(SpecError, match=rf"^{call.__name__}\(5\): give a function"):
+            call(5)
+    with pytest.raises(SpecError, match=r"^run_cell\(b'1'\): give the cell's code, as text"):
+        one_rank.run_cell(b"1")  # type: ignore[arg-type]
+    dtype = one_rank.output_dtype
+    one_rank.output_dtype = "bfloat16" if dtype == "float32" else "float32"  # no listener was kept
+    one_rank.output_dtype = dtype

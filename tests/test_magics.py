@@ -238,3 +238,21 @@ def test_after_ranks_were_lost_magics_say_how_to_get_them_back(ip: InteractiveSh
             ip.run_line_magic("grpo", "")
         assert "nothing was lost" in lost.restart()
         ip.run_line_magic("grpo", "1 -s other -o kept")
+
+
+@pytest.mark.parametrize("name", ["get_ipython", "print", "tk"])
+def test_results_do_not_replace_what_the_notebook_runs_on(name: str, ip: InteractiveShell, one_rank: tk.Session) -> None:
+    ip.user_ns["tk"] = tk
+    steps = len(one_rank.history)
+    with pytest.raises(ToolkitError, match=f"^-o {name}: {name} is IPython's, Python's or a module"):
+        ip.run_line_magic("grpo", f"1 -o {name}")
+    assert len(one_rank.history) == steps
+    assert ip.user_ns["tk"] is tk
+
+
+def test_options_cut_short_are_refused(ip: InteractiveShell) -> None:
+    with pytest.raises(ToolkitError, match="unrecognized arguments: --gradient"):
+        ip.run_line_magic("divergence", "--gradient False")
+    report = ip.run_line_magic("divergence", "--gradients False --truth False")
+    assert report.gradients is None
+    assert report.truth == {}

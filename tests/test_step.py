@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -418,3 +419,18 @@ def test_it_learns() -> None:
         session.grpo_step(25)
         assert session.evaluate().accuracy >= before.accuracy + 0.15
         assert session.history["reward"][-5:].mean() > session.history["reward"][:5].mean() + 0.03
+
+
+def test_a_step_of_which_every_completion_is_filtered_says_so() -> None:
+    fields = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 1, "overlong_filtering": True}
+    with tk.launch(model=tk.tiny_policy(), weight_decay=0.0, **fields) as session:
+        before = session.logprobs([[1, 2, 3]])
+        record = session.grpo_step()
+        assert (session.logprobs([[1, 2, 3]]) == before).all()
+    assert record.metrics["global_valid_toks"] == record.metrics["global_valid_seqs"] == 0
+    assert record.metrics["loss"] == record.metrics["grad_norm"] == 0
+    for name in ("token_mult_prob_error", "gen_kl_error", "approx_entropy"):
+        assert math.isnan(record.metrics[name])
+    assert "every completion was filtered out" in record.headline
+    assert json.loads(record.to_json())["metrics"]["gen_kl_error"] is None
+    assert record.figure().data

@@ -212,6 +212,11 @@ def test_launch_step_switch_stop_and_close_on_two_ranks() -> None:
 
     data = bench.dashboard.figures["run"].output.outputs[0]["data"]
     assert set(data) == {"application/vnd.plotly.v1+json", "text/html", "text/plain"}
+    bench.session.close()  # from a cell
+    assert bench.session is None
+    assert view.text == "The session was closed. Launch another one, also with other settings."
+    assert view.buttons["step"].disabled
+    assert not bench.launcher.button.disabled
     bench.close()
     bench.close()
     assert gone(pids)

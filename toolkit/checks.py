@@ -128,6 +128,19 @@ def check_texts(value: Any) -> list[str]:
     return texts
 
 
+def check_source(value: Any) -> str:
+    """Return Python source; raise a SpecError for what is no text."""
+    if not isinstance(value, str):
+        raise SpecError(f"{_given('run_cell', value)}: give the cell's code, as text.")
+    return value
+
+
+def check_function(call: str, value: Any) -> None:
+    """Raise a SpecError for what cannot be called."""
+    if not callable(value):
+        raise SpecError(f"{_given(call, value)}: give a function.")
+
+
 def is_widget(value: Any) -> bool:
     """Whether a value is a widget; asked without importing ipywidgets."""
     widgets = sys.modules.get("ipywidgets")  # not imported: then nobody can have made one

@@ -6,6 +6,7 @@ leave imports, lookups and predictions to a thread of the form's own.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import threading
 from collections.abc import Callable, Mapping
@@ -190,7 +191,8 @@ class Launcher:
     def _later(self, task: Callable[[], None]) -> None:
         with self._lock:
             if not self._closed:
-                self._pool.submit(self._run, task)
+                with contextlib.suppress(RuntimeError):  # the interpreter is ending, and takes no more work
+                    self._pool.submit(self._run, task)
 
     def _run(self, task: Callable[[], None]) -> None:
         with Background(self._show_progress) as work:

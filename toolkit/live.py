@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from toolkit.checks import check_folder
+from toolkit.checks import check_folder, check_function
 from toolkit.errors import RanksLost, SessionClosed, SpecError
 from toolkit.layout import ModelFacts, check_output_dtype, check_temperature_order
 from toolkit.ranks import Ranks
@@ -91,7 +91,12 @@ class LivePolicy:
         self.set_live(output_dtype=value)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `fn(policy, *args, **kwargs)` on every rank, also a function defined in the notebook; results by rank."""
+        """Run `fn(policy, *args, **kwargs)` on every rank, also a function defined in the notebook; results by rank.
+
+        Raises:
+            SpecError: `fn` is no function.
+        """
+        check_function("run", fn)
         results = self._call(fn, *args, **kwargs)
         self._ranks.raise_late_interrupt()
         return results
@@ -134,11 +139,21 @@ class LivePolicy:
             self.set_live(**settings)
 
     def on_change(self, listener: Callable[[PolicySpec], None]) -> None:
-        """Call `listener(spec)` after every live change."""
+        """Call `listener(spec)` after every live change.
+
+        Raises:
+            SpecError: it is no function.
+        """
+        check_function("on_change", listener)
         self._listeners.append(listener)
 
     def on_close(self, closer: Callable[[], None]) -> None:
-        """Call `closer()` when the session is closed."""
+        """Call `closer()` when the session is closed.
+
+        Raises:
+            SpecError: it is no function.
+        """
+        check_function("on_close", closer)
         self._closers.append(closer)
 
     # ---- saving and coming back

@@ -80,6 +80,7 @@ def read_line(magic: Any, line: str, names: Mapping[str, Any]) -> dict[str, Any]
         ToolkitError: what cannot be read, naming it.
     """
     line, objects = _with_objects(line, names)
+    magic.parser.allow_abbrev = False  # a name cut short is a slip of the pen, and may mean another option some day
     try:
         parsed = vars(magic.parser.parse_args(shlex.split(line)))
     except UsageError as error:  # a UsageError leaves the cell "ok" for nbval; a failed magic must fail its cell

@@ -5,9 +5,11 @@ Those of a session act on the one given by `--session NAME`, else on the one ope
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, cast
 
 from IPython.core.magic import Magics, magics_class
@@ -119,6 +121,8 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
         Option(("--attn-implementation",), _SIDES, values=("sdpa", "eager")),
         Option(("--batch-size",), "sequences in one forward of a rank, both sides", int),
         Option(("--text",), "score this text instead of completions sampled for it"),
+        Option(("--gradients",), "compare gradients too (default True); False is much faster", bool, ("True", "False"), "?"),
+        Option(("--truth",), "also run in float32 and float64 (default: if small)", bool, ("True", "False"), "?"),
         SESSION,
         OUT,
     )
@@ -272,9 +276,12 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             raise ToolkitError(f"-o {name}: that is no name a variable can have.")
         held = self.shell.user_ns.get(name)
+        if name in self.shell.user_ns_hidden or name in vars(builtins) or isinstance(held, ModuleType):
+            raise ToolkitError(f"-o {name}: {name} is IPython's, Python's or a module; take another name.")
         if isinstance(held, Session) and held.is_open:
             raise ToolkitError(
-                f"-o {name}: {name} holds a live session, and its model would be lost; take another name, or close it first."
+                f"-o {name}: {name} holds a live session (the default name is session), and its model would be lost; give "
+                "another name with -o, or close that session first."
             )
 
     def _stored(self, given: Mapping[str, Any], make: Callable[[], Any]) -> Any:

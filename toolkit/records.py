@@ -94,10 +94,11 @@ class StepRecord(Report):
     @property
     def headline(self) -> str:
         m = self.metrics
-        return (
-            f"step {self.step} ({self.output_dtype} outputs): reward {m['reward']:.3f}, loss {m['loss']:.4f}, "
-            f"grad norm {m['grad_norm']:.3f}, sampler/trainer mismatch {m['token_mult_prob_error']:.4f}"
-        )
+        step = f"step {self.step} ({self.output_dtype} outputs): reward {m['reward']:.3f}"
+        if not m["global_valid_toks"]:
+            return f"{step}, but every completion was filtered out: no token counted; only weight decay moves the weights"
+        loss = f"loss {m['loss']:.4f}, grad norm {m['grad_norm']:.3f}"
+        return f"{step}, {loss}, sampler/trainer mismatch {m['token_mult_prob_error']:.4f}"
 
     def to_frame(self) -> pd.DataFrame:
         import pandas as pd

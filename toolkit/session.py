@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.background import count_interrupts
-from toolkit.checks import check_flag, check_path, check_temperature, check_texts, check_whole
+from toolkit.checks import check_flag, check_path, check_source, check_temperature, check_texts, check_whole
 from toolkit.errors import SessionClosed, SpecError
 from toolkit.layout import check_config, check_made_up, check_token_ids
 from toolkit.live import LivePolicy
@@ -91,9 +91,9 @@ class Session(LivePolicy):
             The value of the last expression, by rank.
 
         Raises:
-            SyntaxError: before anything was sent.
+            SpecError, SyntaxError: no text, or no Python; nothing was sent.
         """
-        compile(source, "<%%ranks>", "exec")
+        compile(check_source(source), "<%%ranks>", "exec")
         return self.run(self._worker.run_cell, self._key, source, as_text)
 
     def grpo_step(self, n: int = 1) -> StepRecord | StepRecords:

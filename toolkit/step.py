@@ -254,6 +254,7 @@ def _reduce_metrics(
     g, p = rollouts.generation_logprobs_BT[:, 1:][mask_BT], previous_BT[mask_BT]
     additive = mismatch_sums(g, p)
     additive["approx_entropy"] = float(-((p - g).exp() * p).sum())  # NeMo-RL's: importance-weighted -log p
+    compared = list(additive)
     additive |= {name: value for name, value in sums.items() if not name.endswith(("_min", "_max"))}
     per_sequence = {
         "reward": float(graded.rewards_B.sum()),
@@ -262,16 +263,20 @@ def _reduce_metrics(
     }
     if config.shapes_rewards:
         per_sequence["shaped_reward"] = float(graded.shaped_B.sum())
-    values = policy.sum_over_data(torch.tensor([*additive.values(), *per_sequence.values()], dtype=torch.float64))
+    mine = [*additive.values(), *per_sequence.values(), float(mask_BT.sum())]
+    *values, num_tokens = policy.sum_over_data(torch.tensor(mine, dtype=torch.float64)).tolist()
     num_sampled = float(rollouts.batch.num_sequences * policy.data_size)
     counts = [training.num_tokens] * len(additive) + [num_sampled] * len(per_sequence)
     names = [*additive, *per_sequence]
-    metrics = {n: v / c for n, v, c in zip(names, values.tolist(), counts, strict=True)}
+    metrics = {n: v / c for n, v, c in zip(names, values, counts, strict=True)}
+    if num_tokens == 0:  # every completion was filtered out: there is nothing to compare
+        metrics |= dict.fromkeys(compared, math.nan)
     extremes = torch.tensor([-sums["probs_ratio_min"], sums["probs_ratio_max"]], dtype=torch.float64)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     low, high = extremes.tolist()
     metrics |= {"probs_ratio_min": -low, "probs_ratio_max": high}
-    return metrics | {"global_valid_toks": training.num_tokens, "global_valid_seqs": training.num_sequences}
+    num_sequences = training.num_sequences if num_tokens else 0.0
+    return metrics | {"global_valid_toks": num_tokens, "global_valid_seqs": num_sequences}
 
 
 def _accumulate(totals: dict[str, float], sums: dict[str, float]) -> None:

@@ -151,6 +151,7 @@ class Workbench:
 
             session = launch(**arguments)
             session.on_change(self._changed)
+            session.on_close(self._closed_elsewhere)
             self.session, self.memory, self._past = session, {}, None
             self.dashboard.show_dtype(session.output_dtype)
             self._show_session()
@@ -213,6 +214,15 @@ class Workbench:
             return "The session is closed. Launch another one, also with other settings."
 
         self._begin("Closing", job)
+
+    def _closed_elsewhere(self) -> None:
+        """Return to the form when a cell has closed the session."""
+        with self._lock:
+            if self.session is not None:
+                self._left, self._past, self.session = 0, self.records, None
+                self._show_session()
+                self.dashboard.say("The session was closed. Launch another one, also with other settings.")
+                self._enable()
 
     def _changed(self, spec: PolicySpec) -> None:
         self.dashboard.show_dtype(spec.output_dtype)
