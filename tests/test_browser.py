@@ -83,7 +83,7 @@ def test_picking_bfloat16_switches_the_running_session(ran: Lab) -> None:
 
 def test_an_interrupt_in_mid_step_stops_it_and_the_session_lives_on(ran: Lab) -> None:
     ran.start("session.grpo_step(500)")
-    ran.page.wait_for_function("() => window.cell.outputArea.node.innerText.includes('GRPO steps')")
+    ran.page.wait_for_function(r"() => /GRPO\ssteps/.test(window.cell.outputArea.node.innerText)")
     ran.command("notebook:interrupt-kernel")
     shown = ran.output(60)
     assert "KeyboardInterrupt: stopped after " in shown
