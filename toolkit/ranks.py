@@ -77,12 +77,19 @@ def report_progress(description: str, done: int, total: int) -> None:
 
 class _Stream(io.TextIOBase):
     def __init__(self, emit: Callable[[Message], None], name: str) -> None:
-        self._emit, self._name = emit, name
+        self._emit, self._name, self._held = emit, name, ""
 
     def write(self, text: str) -> int:
-        if text:
-            self._emit(("out", self._name, text))
+        whole, newline, rest = (self._held + text).rpartition("\n")  # print writes in pieces: ranks must not mix in a line
+        if newline:
+            self._emit(("out", self._name, whole + newline))
+        self._held = rest
         return len(text)
+
+    def flush(self) -> None:
+        if self._held:
+            self._emit(("out", self._name, self._held))
+        self._held = ""
 
 
 def _pack(value: Any) -> bytes:
@@ -92,8 +99,8 @@ def _pack(value: Any) -> bytes:
 
 def execute(blob: bytes, emit: Callable[[Message], None], pack: Callable[[Any], Any] = _pack) -> None:
     """Run one call on this rank and emit its answer, whatever happens. `pack` is undone by the engine's `_unpack`."""
+    out, err = _Stream(emit, "stdout"), _Stream(emit, "stderr")
     try:
-        out, err = _Stream(emit, "stdout"), _Stream(emit, "stderr")
         with emitting_to(emit), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             fn, args, sources = pickle.loads(blob)
             for function, source in zip(functions_in((fn, args)), sources, strict=True):
@@ -102,6 +109,8 @@ def execute(blob: bytes, emit: Callable[[Message], None], pack: Callable[[Any], 
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: the rank must outlive what it runs
         text = "".join(traceback.format_exception(type(error), error, _skip(error.__traceback__)))
         answer = ("err", _dump_error(error), text)
+    out.flush()
+    err.flush()
     emit(answer)
 
 
