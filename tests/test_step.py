@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import toolkit as tk
 from toolkit.collect import Graded, grade_together, sample_step
+from toolkit.dashboard_figures import run_figure
 from toolkit.errors import SpecError
 from toolkit.gradients import clip_gradients
 from toolkit.policy import Policy
@@ -434,3 +435,4 @@ def test_a_step_of_which_every_completion_is_filtered_says_so() -> None:
     assert "every completion was filtered out" in record.headline
     assert json.loads(record.to_json())["metrics"]["gen_kl_error"] is None
     assert record.figure().data
+    assert run_figure([record], {}).layout.title.text == "Reward 0.00; mismatch not measured: no token counted"

@@ -53,8 +53,11 @@ def run_figure(records: Sequence[StepRecord], memory: Mapping[int, MemoryReport]
     last = records[-1]
     error, limit = last.metrics["token_mult_prob_error"], THRESHOLDS["token_mult_prob_error"]
     peak = f"peak {format_bytes(list(memory.values())[-1].peak_bytes)}" if memory else "peak: not measured"
+    within = (
+        "not measured: no token counted" if math.isnan(error) else f"{'within' if error <= limit else 'above'} its limit"
+    )
     figure = new_figure(
-        f"{_progress(records)}; mismatch {'within' if error <= limit else 'above'} its limit",
+        f"{_progress(records)}; mismatch {within}",
         rows=3,
         cols=2,
         shared_xaxes=True,
