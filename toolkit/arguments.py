@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.errors import SpecError
+from toolkit.grpo_config import TASKS
 from toolkit.models import known_models, smollm2, tiny_policy
 from toolkit.spec import DTYPES, GRPOConfig, PolicySpec
 
 #: Models that come with the toolkit or beside it, by the name of the function that gives their folder.
 SHIPPED = ("tiny_policy", "smollm2")
-TASKS = ("arithmetic", "one_digit_sums", "gsm8k")
 #: Fields of PolicySpec whose values are dtypes.
 _DTYPE_FIELDS = ("output_dtype", "precision", "reduce_dtype", "lm_head_precision")
 _VALUES = {"task": TASKS, "model": SHIPPED, "attn_implementation": ("eager", "sdpa", "flash_attention_2")}

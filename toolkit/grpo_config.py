@@ -13,6 +13,9 @@ from toolkit.errors import SpecError
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 KLType = Literal["k1", "k2", "k3"]
 
+#: Tasks by name; tasks.py makes them, in this order.
+TASKS = ("arithmetic", "one_digit_sums", "gsm8k")
+
 #: Fields on which it depends which tensors of a training step live; the others play no part in its memory.
 MEMORY_FIELDS = (
     "temperature", "max_grad_norm", "ratio_clip_c", "token_level_loss", "force_on_policy_ratio",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from toolkit.background import Background
 from toolkit.errors import SpecError
 from toolkit.form_checks import DEFAULTS, Known, check_alone, check_form, prediction_of, split_given, value_of
+from toolkit.grpo_config import TASKS
 from toolkit.layout import ModelFacts, model_facts
 from toolkit.models import smollm2, smollm2_is_installed, tiny_policy
 from toolkit.records import format_bytes
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 #: Models by the name they are picked by; other texts are folders and hub ids.
 NAMED_MODELS: dict[str, Callable[[], Path]] = {"tiny policy": tiny_policy, "SmolLM2-135M-Instruct": smollm2}
-_TASKS = ("arithmetic", "one_digit_sums", "gsm8k")
 _CHECKPOINTING = {
     "none": False,
     "full (inside FSDP)": "full",
@@ -269,7 +269,7 @@ def _inputs(values: Mapping[str, Any]) -> dict[str, ipywidgets.Widget]:
         elif name == "logprob_mode":
             inputs[name] = ipywidgets.Dropdown(options=list(get_args(LogprobMode)), value=value)
         else:
-            offered = {"model": models, "task": list(_TASKS)}.get(name)
+            offered = {"model": models, "task": list(TASKS)}.get(name)
             inputs[name] = text_widget("" if value is None else str(value), offered)
         inputs[name].description, inputs[name].tooltip = label, help_text
     return inputs

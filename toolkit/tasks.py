@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import SpecError
+from toolkit.grpo_config import TASKS
 from toolkit.models import data_folder
 from toolkit.prompts import Task, arithmetic
 from toolkit.rewards import math_answer
@@ -71,7 +72,7 @@ def _problem(line: str, where: str) -> tuple[str, str]:
     return row["question"], answer
 
 
-_NAMED: dict[str, Callable[[], Task]] = {"arithmetic": arithmetic, "one_digit_sums": one_digit_sums, "gsm8k": gsm8k}
+_NAMED: dict[str, Callable[[], Task]] = dict(zip(TASKS, (arithmetic, one_digit_sums, gsm8k), strict=True))
 
 
 def resolve_task(task: Any) -> Task:
