@@ -16,6 +16,8 @@ from toolkit.memory_predict import predict_settings
 from toolkit.memory_report import peaks_table
 from toolkit.models import known_models
 
+from .test_readme import rows as readme_rows
+
 B, T = 8, 65  # sequences of each rank, tokens of each
 DTYPES = ("float32", "bfloat16", "float16")
 MODES: tuple[dict[str, Any], ...] = (
@@ -162,29 +164,53 @@ def test_the_table_has_a_row_per_setting_and_a_column_per_dtype(logit_reports: d
     assert ((table["bfloat16, GiB"] - table["float32, GiB"]).round(2) == table["difference, GiB"]).all()
 
 
+CHUNKED = {"tensor_parallel_size": 2, "logprob_mode": "chunked"}
+CHUNKED |= {"logprob_chunk_size": 2048}  # 1024 tokens of each of the two sequences, which is how the lab counted
+#: The rows of the README's table: its first two cells, the name used here, the settings.
+README_ROWS = [
+    ("TP=1, all at once", "none", "TP1 none", {}),
+    ("", "inside the units (AutoModel)", "TP1 full", {"activation_checkpointing": "full"}),
+    ("", "outside (Hugging Face)", "TP1 hf", {"activation_checkpointing": "hf"}),
+    ("TP=2, chunks of 2 × 1024 tokens", "none", "TP2 chunked none", CHUNKED),
+    ("", "inside", "TP2 chunked full", {"activation_checkpointing": "full", **CHUNKED}),
+    ("", "outside", "TP2 chunked hf", {"activation_checkpointing": "hf", **CHUNKED}),
+    ("TP=1, linear (no logits)", "inside", "TP1 linear", {"activation_checkpointing": "full", "logprob_mode": "linear"}),
+    ("TP=2, linear", "inside", "TP2 linear",
+     {"activation_checkpointing": "full", "logprob_mode": "linear", "tensor_parallel_size": 2}),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def eight_billion() -> dict[str, MemoryReport]:
-    chunked = {"tensor_parallel_size": 2, "logprob_mode": "chunked"}
-    chunked |= {"logprob_chunk_size": 2048}  # 1024 tokens of each of the two sequences, which is how the lab counted
+    settings = {name: fields for _, _, name, fields in README_ROWS}
+    settings["TP2 whole full"] = {"activation_checkpointing": "full", "tensor_parallel_size": 2}
     return predict_settings(
         {
-            "TP1 none float32": {},
-            "TP1 full float32": {"activation_checkpointing": "full"},
-            "TP1 full bfloat16": {"activation_checkpointing": "full", "output_dtype": "bfloat16"},
-            "TP1 hf bfloat16": {"activation_checkpointing": "hf", "output_dtype": "bfloat16"},
-            "TP2 chunked full float32": {"activation_checkpointing": "full", **chunked},
-            "TP2 chunked full bfloat16": {"activation_checkpointing": "full", "output_dtype": "bfloat16", **chunked},
-            "TP2 chunked hf float32": {"activation_checkpointing": "hf", **chunked},
-            "TP2 whole full bfloat16": {
-                "activation_checkpointing": "full", "output_dtype": "bfloat16", "tensor_parallel_size": 2
-            },
+            f"{name} {dtype}": {**fields, "output_dtype": dtype}
+            for name, fields in settings.items()
+            for dtype in ("float32", "bfloat16")
         },
-        model="Qwen3-8B", ranks=8, sequence_length=4096, micro_batch_size=2, device="cuda",
-    )  # fmt: skip
+        model="Qwen3-8B",
+        ranks=8,
+        sequence_length=4096,
+        micro_batch_size=2,
+        device="cuda",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", range(len(README_ROWS)), ids=[name for _, _, name, _ in README_ROWS])
+def test_the_readme_shows_what_is_predicted(row: int, eight_billion: dict[str, MemoryReport]) -> None:
+    logprobs, checkpointing, name, _ = README_ROWS[row]
+    shown = readme_rows("| logprobs | activation checkpointing |")
+    assert len(shown) == len(README_ROWS)
+    GiB = [eight_billion[f"{name} {dtype}"].peak_bytes / 2**30 for dtype in ("float32", "bfloat16")]
+    difference = f"{GiB[1] - GiB[0]:+.2f}".replace("-", "−").replace("+0.00", "0.00").replace("−0.00", "0.00")
+    assert shown[row] == [logprobs, checkpointing, f"{GiB[0]:.2f}", f"{GiB[1]:.2f}", difference]
 
 
 #: GiB per rank, as in the lab that found the method, but for two. TP2 chunked bfloat16 was 19.07 there: AdamW's temporaries
-#: spanned all parameters, here they are made per group of parameters sharded alike, so that backward is the peak. TP2 whole
+#: spanned all parameters; here AdamW is the fused one, which has none, so that backward is the peak. TP2 whole
 #: bfloat16 was 22.82: NeMo-RL's vocabulary-parallel loss holds 14 bytes per logit, ours 10 (BYTES_PER_LOGIT), 2.32 GiB less.
 EIGHT_BILLION = {
     "TP1 none float32": 86.47,
