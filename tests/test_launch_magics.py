@@ -132,7 +132,7 @@ def test_a_functions_own_variables_are_seen(ip: InteractiveShell, one_rank: tk.S
 
 def test_resume_goes_on_from_save(ip: InteractiveShell, one_rank: tk.Session, tmp_path: Path) -> None:
     ip.user_ns["session"] = one_rank
-    folder = ip.run_line_magic("save", f"'{tmp_path / 'a run'}'")
+    folder = ip.run_line_magic("save_session", f"'{tmp_path / 'a run'}'")
     assert folder == tmp_path / "a run"
     again = ip.run_line_magic("resume", f"'{folder}' -o again --output-dtype float16")
     assert len(again.history) == len(one_rank.history)
@@ -141,7 +141,7 @@ def test_resume_goes_on_from_save(ip: InteractiveShell, one_rank: tk.Session, tm
 
 def test_launch_takes_a_recipe(ip: InteractiveShell) -> None:
     recipe = Path(__file__).parents[1] / "data" / "recipes" / "two_ranks.yaml"
-    overrides = "policy.dtensor_cfg.fsdp_output_dtype=bfloat16 grpo.num_prompts_per_step=4"
+    overrides = "policy.dtensor_cfg.fsdp_output_dtype=bfloat16 grpo.num_prompts_per_step=4 policy.train_micro_batch_size=16"
     session = ip.run_line_magic("launch", f"--recipe {recipe} --override {overrides} --ranks 1 --seed 5")
     assert (session.num_ranks, session.output_dtype, session.spec.seed) == (1, "bfloat16", 5)
     assert session.config.num_prompts_per_step == 4
@@ -220,7 +220,7 @@ BESIDE: dict[Any, str] = {
     "resume": "SAVED -o again",
     "predict_memory": "tiny_policy --ranks 2 --sequence-length 16",
     "tradeoffs": "float32 bfloat16",
-    "save": "somewhere",
+    "save_session": "somewhere",
     ("memory", "num_sequences"): "--sequence-length 16",
     ("memory", "sequence_length"): "--num-sequences 2",
 }
@@ -238,7 +238,7 @@ BAD = {
     ("tradeoffs", "ranks"): ("2", "--ranks is a setting of a prediction"),
     ("tradeoffs", "sequence_length"): ("16", "--sequence-length is a setting of a prediction"),
     ("tradeoffs", "micro_batch_size"): ("2", "--micro-batch-size is a setting of a prediction"),
-    ("save", "folder"): (__file__, "save("),
+    ("save_session", "folder"): (__file__, "save("),
 }
 ALL = [
     (name, option)
@@ -294,5 +294,9 @@ def test_a_launch_without_a_model_says_so(ip: InteractiveShell) -> None:
         ip.run_line_magic("launch", "--ranks 2")
     with pytest.raises(ToolkitError, match="needs --ranks"):
         ip.run_line_magic("predict_memory", "tiny_policy")
+    with pytest.raises(ToolkitError, match="unrecognized arguments: --share-prompt-prefix"):  # could only be refused
+        ip.run_line_magic("predict_memory", "tiny_policy --ranks 2 --sequence-length 16 --share-prompt-prefix")
+    with pytest.raises(ToolkitError, match="--session 5: give the name of the variable"):
+        ip.run_line_magic("grpo", "--session 5")
     with pytest.raises(ToolkitError, match="--twins is a setting of a session"):
         ip.run_line_magic("tradeoffs", "--model tiny_policy --twins")

@@ -23,7 +23,7 @@ NAMES = (
     "precision_edges",
     "predict_memory",
     "resume",
-    "save",
+    "save_session",
     "self_check",
     "tradeoffs",
     "units",
@@ -57,6 +57,16 @@ def test_loading_twice_and_reloading_is_the_same_as_once(ip: InteractiveShell) -
     ip.run_line_magic("reload_ext", "toolkit")
     assert ours() == ["ToolkitMagics"]
     assert ip.run_line_magic("output_dtype", "") == "float32"
+
+
+def test_ipythons_own_magics_are_left_alone(ip: InteractiveShell) -> None:
+    ours = set(ip.magics_manager.magics["line"]) & set(NAMES)
+    ip.run_line_magic("unload_ext", "toolkit")
+    assert not ours & set(ip.magics_manager.magics["line"])
+    assert not set(NAMES) & {name for kind in ip.magics_manager.magics.values() for name in kind}
+    assert ip.find_line_magic("save").__doc__.lstrip().startswith("Save a set of lines")
+    ip.run_line_magic("load_ext", "toolkit")
+    assert ip.find_line_magic("save").__doc__.lstrip().startswith("Save a set of lines")
 
 
 def test_unloading_removes_them(ip: InteractiveShell) -> None:
@@ -220,8 +230,12 @@ def test_a_failing_rank_cell_shows_its_line_and_rank(ip: InteractiveShell, two_r
         ip.run_cell_magic("ranks", "-s other", "x = 1\nx / (rank - 1)\n")
     assert error.value.rank == 1  # type: ignore[attr-defined]
     assert "x / (rank - 1)" in error.value.__notes__[0]
-    with pytest.raises(SyntaxError):
-        ip.run_cell_magic("ranks", "-s other", "x = = 1")
+    with pytest.raises(ToolkitError) as refused:  # without frames of ours
+        ip.run_cell_magic("ranks", "-s other", "x = 2\nx = = 1")
+    assert str(refused.value).splitlines()[0] == '  File "<%%ranks>", line 2'
+    assert str(refused.value).splitlines()[-1] == "SyntaxError: invalid syntax"
+    with pytest.raises(SyntaxError, match="invalid syntax"):
+        two_ranks.run_cell("x = = 1")
     ip.run_cell_magic("ranks", "-s other -o kept", "x")
     assert ip.user_ns["kept"] == [1, 1]
 

@@ -210,6 +210,22 @@ def test_what_ranks_print_arrives_during_the_call_and_names_the_rank(
     assert sorted(err.splitlines()) == ["[rank 0] trouble", "[rank 1] trouble"]
 
 
+def test_a_rank_that_waits_alone_is_named_once(
+    gang: LocalRanks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def alone() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+
+    monkeypatch.setattr(gang, "patience_seconds", 0.25)
+    gang.call(alone)
+    said = capsys.readouterr().err
+    assert said.count("rank 1 is still busy, 0.25 seconds after the first was done.") == 1
+    assert "the others will not join it: interrupt" in said
+    gang.call(dist.get_rank)
+    assert capsys.readouterr().err == ""
+
+
 def test_progress_reaches_the_caller_only_if_it_lasts(gang: LocalRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.progress import Bars
 

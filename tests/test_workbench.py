@@ -272,16 +272,18 @@ def test_buttons_pressed_in_mid_step(held: tuple[tk.Workbench, Held]) -> None:
     reward.reached.clear(), reward.let_go.clear()
     buttons["pause"].click()
     assert reward.reached.wait(60)
+    view.picker.value = "bfloat16"  # picked before Stop, so it is wanted all the same
     buttons["stop"].click()
     assert view.text == "Stopping at the next boundary…"
     reward.let_go.set()
     assert bench.wait(180)
-    assert view.text == "Step 2: stopped; nothing of it was kept."
+    assert view.text == "bfloat16 outputs from the next step on."
+    assert bench.session.output_dtype == view.picker.value == "bfloat16"
     assert len(bench.records) == 1
     assert not buttons["step"].disabled
     buttons["step"].click()
     assert bench.wait(180)
-    assert [(record.step, record.output_dtype) for record in bench.records] == [(1, "float32"), (2, "float16")]
+    assert [(record.step, record.output_dtype) for record in bench.records] == [(1, "float32"), (2, "bfloat16")]
 
 
 def test_what_a_step_raises_is_shown_and_the_session_goes_on(held: tuple[tk.Workbench, Held]) -> None:

@@ -7,7 +7,7 @@ data; a module imports only from those before it:
          -> build -> rollouts -> rewards -> advantages -> collect -> logprobs -> losses -> reference, gradients -> step
          -> checkpoint
     instruments read along the way: fsdp_watch -> ledger -> memory_report -> memory_cuda -> memory,
-         fakes -> memory_predict, mismatch -> settings -> replay -> cause -> truth -> divergence,
+         fakes -> memory_predict, mismatch -> settings -> replay -> cause -> truth -> raw_logits -> divergence,
          raw_losses, rounding -> edge_rows -> edges, tradeoff_grid, self_check
     surface on top: worker -> live -> session -> recipes -> launching -> figures -> widgets -> launcher -> dashboard
          -> workbenches, arguments -> commands -> magics -> notebook; page -> tour -> __main__ (`python -m toolkit`)

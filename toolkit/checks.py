@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import numbers
 import os
@@ -129,9 +130,10 @@ def check_texts(value: Any) -> list[str]:
 
 
 def check_source(value: Any) -> str:
-    """Return Python source; raise a SpecError for what is no text."""
+    """Return Python source; raise a SpecError for what is no text, and Python's own SyntaxError."""
     if not isinstance(value, str):
         raise SpecError(f"{_given('run_cell', value)}: give the cell's code, as text.")
+    ast.parse(value, "<%%ranks>")
     return value
 
 
@@ -145,3 +147,28 @@ def is_widget(value: Any) -> bool:
     """Whether a value is a widget; asked without importing ipywidgets."""
     widgets = sys.modules.get("ipywidgets")  # not imported: then nobody can have made one
     return widgets is not None and isinstance(value, widgets.Widget)
+
+
+def check_rows(token_ids: Any) -> list[list[int]]:
+    """Sequences of token ids (lists, arrays, tensors) as plain lists; raise a SpecError for what are none."""
+    return [_plain_row(index, row) for index, row in enumerate(_plain(token_ids))]
+
+
+def _plain(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    to_list = getattr(value, "tolist", None)  # numpy arrays, torch tensors
+    listed = to_list() if callable(to_list) else value
+    if not isinstance(listed, list):
+        raise SpecError(f"token_ids={value!r}: give a list of sequences of token ids; for text, encode it first.")
+    return listed
+
+
+def _plain_row(index: int, row: Any) -> list[int]:
+    if not isinstance(row, list | tuple) and not hasattr(row, "tolist"):
+        raise SpecError(f"token_ids[{index}] is {row!r}; each must be a sequence of token ids.")
+    ids = _plain(row)
+    wrong = [token for token in ids if isinstance(token, bool) or not isinstance(token, numbers.Integral)]
+    if wrong:
+        raise SpecError(f"token_ids[{index}] has {wrong[0]!r}; token ids are whole numbers.")
+    return [int(token) for token in ids]

@@ -34,7 +34,7 @@ LAUNCH = (
     *field_options(GRPOConfig),
 )
 RESUME = (
-    Option(("folder",), "what %save or checkpoint_dir wrote to"),
+    Option(("folder",), "what %save_session or checkpoint_dir wrote to"),
     Option(("--ranks",), "default: as many as were saved", int),
     _DEVICE,
     *_SAVING,
@@ -50,7 +50,7 @@ PREDICT = (
     *_SHAPE,
     Option(("--num-micro-batches",), "how many of them make a step (default 1)", int),
     Option(("--device",), "whose kernels' scratch is counted", values=("cpu", "cuda")),
-    *field_options(PolicySpec, without=("model",)),
+    *field_options(PolicySpec, without=("model", "share_prompt_prefix")),  # made-up sequences share no prompt
     *field_options(GRPOConfig, only=MEMORY_FIELDS),
 )
 _AXES = (

@@ -19,13 +19,13 @@ from toolkit.cause import by_unit, explain
 from toolkit.collect import grade_together, sample_step
 from toolkit.divergence_report import DivergenceReport
 from toolkit.errors import SpecError
-from toolkit.gradient_effects import Shards, compare_gradients
-from toolkit.gradients import shard_and_copies
+from toolkit.gradient_effects import Shards, compare_gradients, take_gradients
 from toolkit.mismatch import mismatch_sums
 from toolkit.policy import Policy
 from toolkit.prompts import Batch, Reward, make_batch
+from toolkit.raw_logits import RawLoss, check_loss, compare_losses
 from toolkit.replay import Scored, score_tokens
-from toolkit.settings import Setting, policy_for, resolve_settings
+from toolkit.settings import Setting, check_batch_sizes, policy_for, resolve_settings
 from toolkit.spec import GRPOConfig
 from toolkit.step import TrainingBatch, forward_backward, training_batch
 from toolkit.truth import CHEAP_PARAMETERS, exact_logprobs
@@ -47,6 +47,7 @@ def compare(
     step: int,
     truth: bool | None = None,
     gradients: bool = True,
+    loss: RawLoss | None = None,
 ) -> DivergenceReport:
     """Compare two settings on this rank (all ranks together).
 
@@ -55,6 +56,7 @@ def compare(
         token_ids: score these sequences (all but their first token).
         truth: also measure both sides' distance to all-float32 and float64 runs; None where it is cheap.
         gradients: also compare gradients.
+        loss: of raw logits, to compare the gradients of instead of GRPO's.
     """
     side_a, side_b = resolve_settings(policy, a, b, common, config.temperature)
     built_a = policy_for(policy, side_a)
@@ -62,31 +64,31 @@ def compare(
     for side, built in ((side_a, built_a), (side_b, built_b)):  # refuse either before anything runs
         with side.applied(built):
             pass
+    if loss is not None:
+        check_loss(policy, (side_a, side_b), None if token_ids is None else len(token_ids))
     training = _tokens(policy, config, problems, token_ids, reward, step)
-    if token_ids is not None:  # nobody sampled them, so the loss has nothing to correct or to penalise
-        config = GRPOConfig(
-            train_micro_batch_size=config.train_micro_batch_size,
-            ratio_clip_min=config.ratio_clip_min,
-            ratio_clip_max=config.ratio_clip_max,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-        )
+    check_batch_sizes((side_a, side_b), training.batch.num_sequences)
+    if token_ids is not None:
+        config = _of_given_tokens(config)
     score_a, score_b = (
-        _score(built, config, training, side, gradients) for built, side in ((built_a, side_a), (built_b, side_b))
+        _score(built, config, training, side, gradients and loss is None)
+        for built, side in ((built_a, side_a), (built_b, side_b))
     )
     exact, no_truth = _truth(policy, training.batch, {side_a.temperature, side_b.temperature}, truth)
     table, metrics = _per_token(policy, config, training, score_a, score_b)
     distances = _distances(policy, training, (score_a, score_b), (side_a, side_b), exact)
-    frame = None
+    frame, in_loss = None, ""
+    metrics |= dict.fromkeys(GRADIENT_METRICS, math.nan)
     if score_a.gradients and score_b.gradients:
         frame, found = compare_gradients(policy, config, score_a.gradients, score_b.gradients)
         metrics |= found
-    else:
-        metrics |= dict.fromkeys(GRADIENT_METRICS, math.nan)
     units = by_unit(built_a, training, side_a, side_b, score_a.tokens.logprobs_BT) if metrics["mean_abs_nats"] else {}
     cause = explain(built_a, side_a, side_b, metrics, units, score_a.gradient if frame is not None else "")
-    if gradients and frame is None:
+    if loss is not None:
+        policies, sides = (built_a, built_b), (side_a, side_b)
+        frame, found, in_loss = compare_losses(policy, policies, config, training.batch, sides, loss)
+        metrics |= found
+    elif gradients and frame is None:
         cause += " (The sampler makes no gradients, so none are compared.)"
     return DivergenceReport(
         side_a.describe(side_b),
@@ -94,11 +96,23 @@ def compare(
         table,
         metrics,
         units,
-        f"{cause}{no_truth}",
+        f"{cause}{in_loss}{no_truth}",
         config.ratio_clip_min,
         config.ratio_clip_max,
         distances,
         frame,
+    )
+
+
+def _of_given_tokens(config: GRPOConfig) -> GRPOConfig:
+    """The settings that have a meaning for tokens nobody sampled: their loss has nothing to correct or to penalise."""
+    return GRPOConfig(
+        train_micro_batch_size=config.train_micro_batch_size,
+        ratio_clip_min=config.ratio_clip_min,
+        ratio_clip_max=config.ratio_clip_max,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
     )
 
 
@@ -151,11 +165,7 @@ def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Se
         previous_BT = tokens.logprobs_BT.to(policy.device)
         scored = dataclasses.replace(training, advantages_B=advantages_B, previous_BT=previous_BT)
         forward_backward(policy, config, scored)
-        params = policy.model.parameters()
-        held = [shard_and_copies(torch.zeros_like(p) if p.grad is None else p.grad) for p in params]
-        grads = [(shard.detach().clone(), copies) for shard, copies in held]
-        policy.model.zero_grad(set_to_none=True)
-    return _Score(tokens, of, grads)
+        return _Score(tokens, of, take_gradients(policy))
 
 
 Exact = dict[tuple[str, float], torch.Tensor]

@@ -34,3 +34,7 @@ class RanksLost(RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+#: Errors that are the user's to fix, whose message is all there is to say.
+FRIENDLY = (SpecError, SessionClosed, RanksLost, FileNotFoundError, FloatingPointError)

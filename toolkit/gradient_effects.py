@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from toolkit.dtensors import local_shard
+from toolkit.gradients import shard_and_copies
 from toolkit.policy import Policy
 from toolkit.spec import GRPOConfig
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Shards = list[tuple[torch.Tensor, int]]  # this rank's part of each parameter's gradient, and how many ranks hold the same
+
+
+def take_gradients(policy: Policy) -> Shards:
+    """This rank's gradients, all parameters', out of the model: zeros where there is none."""
+    held = [shard_and_copies(torch.zeros_like(p) if p.grad is None else p.grad) for p in policy.model.parameters()]
+    taken = [(shard.detach().clone(), copies) for shard, copies in held]
+    policy.model.zero_grad(set_to_none=True)
+    return taken
 
 
 def compare_gradients(policy: Policy, config: GRPOConfig, a: Shards, b: Shards) -> tuple[pd.DataFrame, dict[str, float]]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import numbers
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checks import check_whole, is_power_of_two
+from toolkit.checks import check_rows, check_whole, is_power_of_two
 from toolkit.errors import SpecError
 from toolkit.spec import GRPOConfig, PolicySpec
 
@@ -270,10 +269,10 @@ def check_config(config: Any, spec: PolicySpec, facts: ModelFacts, *, ranks: int
 
 
 def check_batch(config: GRPOConfig, *, data_parallel_size: int) -> None:
-    """Refuse a batch that does not divide over the data-parallel ranks.
+    """Refuse a batch that does not divide over the data-parallel ranks, or a micro-batch that is more than a rank's share.
 
     Raises:
-        SpecError: naming both numbers and the nearest that fit.
+        SpecError: naming both numbers and what fits.
     """
     prompts, dp = config.num_prompts_per_step, data_parallel_size
     if prompts % dp:
@@ -286,6 +285,13 @@ def check_batch(config: GRPOConfig, *, data_parallel_size: int) -> None:
     size = config.train_global_batch_size
     if size is not None and size % dp:
         raise SpecError(f"train_global_batch_size={size} does not divide over {dp} data-parallel ranks.")
+    share = (size or prompts * config.num_generations_per_prompt) // dp
+    micro = config.train_micro_batch_size
+    if micro is not None and micro > share:
+        raise SpecError(
+            f"train_micro_batch_size={micro} is more than the {share} sequences that a rank has of an update, so it would "
+            "split nothing. Set it lower, or to None, which takes them all at once."
+        )
 
 
 def check_temperature_order(spec: PolicySpec, temperature: float) -> None:
@@ -312,7 +318,7 @@ def check_token_ids(token_ids: Any, facts: ModelFacts) -> list[list[int]]:
     Raises:
         SpecError: naming the sequence and what is wrong with it.
     """
-    rows = [_plain_row(index, row) for index, row in enumerate(_plain(token_ids))]
+    rows = check_rows(token_ids)
     if not rows:
         raise SpecError("token_ids is empty; give at least one sequence of two or more token ids.")
     for index, row in enumerate(rows):
@@ -323,26 +329,6 @@ def check_token_ids(token_ids: Any, facts: ModelFacts) -> list[list[int]]:
             raise SpecError(f"token_ids[{index}] has id {wrong[0]}, outside the vocabulary [0, {facts.vocab_size}).")
         check_length(f"the length of token_ids[{index}]", len(row), facts)
     return rows
-
-
-def _plain(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return list(value)
-    to_list = getattr(value, "tolist", None)  # numpy arrays, torch tensors
-    listed = to_list() if callable(to_list) else value
-    if not isinstance(listed, list):
-        raise SpecError(f"token_ids={value!r}: give a list of sequences of token ids; for text, encode it first.")
-    return listed
-
-
-def _plain_row(index: int, row: Any) -> list[int]:
-    if not isinstance(row, list | tuple) and not hasattr(row, "tolist"):
-        raise SpecError(f"token_ids[{index}] is {row!r}; each must be a sequence of token ids.")
-    ids = _plain(row)
-    wrong = [token for token in ids if isinstance(token, bool) or not isinstance(token, numbers.Integral)]
-    if wrong:
-        raise SpecError(f"token_ids[{index}] has {wrong[0]!r}; token ids are whole numbers.")
-    return [int(token) for token in ids]
 
 
 def _common_divisors(sizes: Mapping[str, int]) -> str:

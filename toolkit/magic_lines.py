@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +19,10 @@ from IPython.utils.text import DollarFormatter
 
 from toolkit.arguments import Option
 from toolkit.checks import is_widget
-from toolkit.errors import RanksLost, SessionClosed, SpecError
+from toolkit.errors import FRIENDLY
 
 SESSION = Option(("-s", "--session"), "variable that holds the session, if there are several", metavar="NAME")
 OUT = Option(("-o", "--out"), "store the result in this variable and show nothing", metavar="NAME")
-#: Errors that are the user's to fix: shown as their message alone.
-_FRIENDLY = (SpecError, SessionClosed, RanksLost, FileNotFoundError, FloatingPointError)
 #: `$name`, `$name.attribute` or `{expression}` as a whole argument.
 _WHOLE = re.compile(r"(?<![^\s=])(?:\$([A-Za-z_][\w.]*)|\{([^{}]+)\})(?!\S)")
 _MARK = re.compile("\ue000(\\d+)\ue001")  # stands for an object while the line is split into words
@@ -43,8 +42,10 @@ class Friendly:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        if isinstance(error, _FRIENDLY):
+        if isinstance(error, FRIENDLY):
             raise ToolkitError(str(error)) from None
+        if isinstance(error, SyntaxError):  # of a cell's own code: the line and a caret, as IPython has it
+            raise ToolkitError("".join(traceback.format_exception_only(error)).rstrip()) from None
 
 
 def takes(*options: Option) -> Callable[[Any], Any]:

@@ -52,7 +52,7 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
     @takes(*RESUME, LAUNCHED)
     @of_a_line
     def resume(self, line: str, local_ns: Any = None) -> Session:
-        """Go on with a session that %save or a checkpoint_dir wrote, on any number of ranks.
+        """Go on with a session that %save_session or a checkpoint_dir wrote, on any number of ranks.
 
         Example: %resume runs/first --ranks 2
         """
@@ -122,6 +122,7 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
         Option(("--batch-size",), "sequences in one forward of a rank, both sides", int),
         Option(("--text",), "score this text instead of completions sampled for it"),
         Option(("--gradients",), "compare gradients too (default True); False is much faster", bool, ("True", "False"), "?"),
+        Option(("--loss",), "compare this loss on raw logits instead of GRPO's: $name of a function", metavar="$FUNCTION"),
         Option(("--truth",), "also run in float32 and float64 (default: if small)", bool, ("True", "False"), "?"),
         SESSION,
         OUT,
@@ -190,12 +191,12 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
     @magic_arguments()
     @takes(Option(("folder",), "where to save to"), SESSION)
     @of_a_line
-    def save(self, line: str, local_ns: Any = None) -> Any:
+    def save_session(self, line: str, local_ns: Any = None) -> Any:
         """Save weights, optimizer, settings and history, for %resume.
 
-        Example: %save runs/first
+        Example: %save_session runs/first
         """
-        return self._called(self.save, line, local_ns, lambda session, given: session.save(**given))
+        return self._called(self.save_session, line, local_ns, lambda session, given: session.save(**given))
 
     @magic_arguments()
     @takes(SESSION)
@@ -257,6 +258,8 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
         if isinstance(name, Session):
             return name
         if name is not None:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ToolkitError(f"--session {name}: give the name of the variable that holds the session.")
             if not isinstance(names.get(name), Session):
                 raise ToolkitError(f"{name!r} is no session; make one with {name} = tk.launch(...).")
             return cast(Session, names[name])

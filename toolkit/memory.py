@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 from toolkit import fsdp
+from toolkit.checks import check_whole
 from toolkit.collect import grade_together, sample_step
 from toolkit.dtensors import local_shard
+from toolkit.errors import SpecError
 from toolkit.gradients import clip_gradients, set_optimizer
+from toolkit.layout import ModelFacts, check_made_up
 from toolkit.ledger import Ledger
 from toolkit.logprobs import Phase, no_phase
 from toolkit.memory_cuda import allocator_beside
@@ -26,13 +29,33 @@ from toolkit.memory_report import MemoryReport as MemoryReport
 from toolkit.memory_report import report_of
 from toolkit.policy import Policy
 from toolkit.prompts import Reward, make_batch
-from toolkit.spec import GRPOConfig, dtype_name
+from toolkit.spec import GRPOConfig, PolicySpec, dtype_name
 from toolkit.step import TrainingBatch, forward_backward, training_batch
 
 _CHECKED = {
     "cpu": "the CPU allocator's own log: within 1 %; where gloo copies what it sends, 2 % on several ranks and 5 % under TP",
     "cuda": "the allocator's own peak, beside it in allocator_peak_bytes",
 }
+
+
+def check_shape(
+    spec: PolicySpec, facts: ModelFacts, num_sequences: int | None, sequence_length: int | None
+) -> tuple[int, int] | None:
+    """The shape that `measure` takes, of what a user gave: both of them, or neither.
+
+    Raises:
+        SpecError: half a size, or one that cannot be.
+    """
+    if (num_sequences is None) != (sequence_length is None):
+        raise SpecError(
+            f"num_sequences={num_sequences!r}, sequence_length={sequence_length!r}: give both, or neither to measure "
+            "the next step's tokens."
+        )
+    if num_sequences is None or sequence_length is None:
+        return None
+    shape = check_whole("num_sequences", num_sequences), check_whole("sequence_length", sequence_length, minimum=2)
+    check_made_up(spec, sequence_length, facts)
+    return shape
 
 
 def measure(

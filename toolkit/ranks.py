@@ -139,6 +139,8 @@ class Ranks:
     grace_seconds = 5.0
     #: Seconds ranks have to reach a boundary after Ctrl-C before the gang is killed.
     interrupt_grace_seconds = 60.0
+    #: Seconds after the first rank was done until the ones still busy are named.
+    patience_seconds = 10.0
 
     def __init__(self) -> None:
         self.lost: RuntimeError | None = None
@@ -227,7 +229,7 @@ class Ranks:
         ok: dict[int, Any] = {}
         errors: dict[int, Message] = {}
         pending = set(range(self.n))
-        deadline, seen = float("inf"), 0
+        deadline, hint_at, seen = float("inf"), float("inf"), 0
         self._num_calls += 1
         for rank in range(self.n):
             self._send(rank, blob)
@@ -244,6 +246,12 @@ class Ranks:
                 self._abort(
                     f"{_failure(errors)}rank {_list(pending)} did not return after {'Ctrl-C' if seen else 'it'}", errors
                 )
+            if time.monotonic() > hint_at and not errors:
+                hint_at = float("inf")
+                sys.stderr.write(
+                    f"rank {_list(pending)} is still busy, {self.patience_seconds:g} seconds after the first was done. "
+                    "If it waits in a collective (an all_reduce, a forward), the others will not join it: interrupt.\n"
+                )
             item = self._next(pending, 0.1)
             if item is None:
                 continue
@@ -257,6 +265,8 @@ class Ranks:
             else:
                 pending.discard(rank)
                 if kind == "ok":
+                    if not ok:
+                        hint_at = time.monotonic() + self.patience_seconds
                     ok[rank] = self._unpack(data[0])
                 else:
                     errors[rank] = tuple(data)

@@ -97,7 +97,7 @@ class StepRecord(Report):
         step = f"step {self.step} ({self.output_dtype} outputs): reward {m['reward']:.3f}"
         if not m["global_valid_toks"]:
             return f"{step}, but every completion was filtered out: no token counted; only weight decay moves the weights"
-        loss = f"loss {m['loss']:.4f}, grad norm {m['grad_norm']:.3f}"
+        loss = f"loss {m['loss']:z.4f}, grad norm {m['grad_norm']:.3f}"
         return f"{step}, {loss}, sampler/trainer mismatch {m['token_mult_prob_error']:.4f}"
 
     def to_frame(self) -> pd.DataFrame:

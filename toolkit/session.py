@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.background import count_interrupts
-from toolkit.checks import check_flag, check_path, check_source, check_temperature, check_texts, check_whole
+from toolkit.checks import check_flag, check_function, check_path, check_source, check_temperature, check_texts, check_whole
 from toolkit.errors import SessionClosed, SpecError
-from toolkit.layout import check_config, check_made_up, check_token_ids
+from toolkit.layout import check_config, check_token_ids
 from toolkit.live import LivePolicy
 from toolkit.progress import Bars
 from toolkit.spec import GRPOConfig
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from toolkit.edge_report import EdgeReport
     from toolkit.memory import MemoryReport
     from toolkit.prompts import Task
+    from toolkit.raw_logits import RawLoss
     from toolkit.records import EvaluationRecord, StepRecord, StepRecords
     from toolkit.self_check import SelfCheckReport
     from toolkit.tradeoff_report import TradeoffReport
@@ -204,21 +205,11 @@ class Session(LivePolicy):
         Raises:
             SpecError: half a size is given, one that cannot be, or a snapshot without a GPU.
         """
-        from toolkit.memory import measure
+        from toolkit.memory import check_shape, measure
 
         if snapshot is not None and self._device != "cuda":
             raise SpecError("snapshot is CUDA's allocator's log, and this session runs on CPU ranks: leave it out.")
-        if (num_sequences is None) != (sequence_length is None):
-            raise SpecError(
-                f"num_sequences={num_sequences!r}, sequence_length={sequence_length!r}: give both, or neither to measure "
-                "the next step's tokens."
-            )
-        shape = None
-        if num_sequences is not None and sequence_length is not None:
-            check_whole("num_sequences", num_sequences)
-            check_whole("sequence_length", sequence_length, minimum=2)
-            check_made_up(self._spec, sequence_length, self._facts)
-            shape = (num_sequences, sequence_length)
+        shape = check_shape(self._spec, self._facts, num_sequences, sequence_length)
         step, problems = self._next_problems()
         settings: dict[str, Any] = {"step": step, "output_dtype": output_dtype, "shape": shape}
         settings["snapshot"] = None if snapshot is None else check_path("snapshot=", snapshot)
@@ -234,6 +225,7 @@ class Session(LivePolicy):
         text: str | Sequence[str] | None = None,
         truth: bool | None = None,
         gradients: bool = True,
+        loss: RawLoss | None = None,
         **common: Any,
     ) -> DivergenceReport:
         """Compare each token's logprob, and the gradients, under two settings of these weights.
@@ -248,10 +240,15 @@ class Session(LivePolicy):
             truth: also run the same weights all in float32 and all in float64, and say how far each side is from that. It
                 takes 12 bytes a parameter on every rank and a forward in each dtype; None does it up to 20 M parameters.
             gradients: also compare gradients, which takes a backward of each side.
+            loss: a loss of yours on raw logits, `loss(logits_BTV, token_ids_BT, mask_BT)`: called on each rank with its
+                sequences' logits in the output dtype and a mask of the tokens that count, it returns a scalar tensor (ranks
+                are averaged). Value and gradients are compared instead of GRPO's, as they are and with the logits upcast
+                first, so that a loss that rounds is named as the cause.
             **common: settings for both sides, e.g. `temperature=0.7, temperature_order="before_upcast"`.
 
         Raises:
-            SpecError: an unknown setting, one that needs another build or is refused, or sequences without two tokens.
+            SpecError: an unknown setting, one that needs another build or is refused, sequences without two tokens, or a
+                loss that gives no scalar.
             FloatingPointError: values left the range of a dtype; names the FSDP unit.
         """
         from toolkit.divergence import compare
@@ -261,11 +258,15 @@ class Session(LivePolicy):
         if truth is not None:
             check_flag("truth", truth)
         check_flag("gradients", gradients)
+        if loss is not None:
+            check_function("loss=", loss)
+            if not gradients:
+                raise SpecError("loss= is compared with its gradients: leave gradients=False out.")
         ids = self._encoded(text) if text is not None else token_ids
         rows = None if ids is None else check_token_ids(ids, self._facts)
         step, problems = self._next_problems()
-        settings: dict[str, Any] = {"token_ids": rows, "truth": truth, "gradients": gradients, "reward": self._task.reward}
-        settings |= {"problems": problems, "step": step}
+        settings: dict[str, Any] = {"token_ids": rows, "truth": truth, "gradients": gradients, "loss": loss}
+        settings |= {"problems": problems, "step": step, "reward": self._task.reward}
         return cast("DivergenceReport", self.run(compare, self._config, a, b, common, **settings)[0])
 
     def _encoded(self, text: str | Sequence[str]) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,16 @@ def resolve_settings(
             "mapping of settings.)"
         )
     return tuple(_resolve(policy, {**common, **_fields(given)}, temperature) for given in (a, b))  # type: ignore[return-value]
+
+
+def check_batch_sizes(sides: Sequence[Setting], num_sequences: int) -> None:
+    """Raise a SpecError for a batch size above the sequences of a rank: it would be no other setting than all at once."""
+    for side in sides:
+        if side.batch_size is not None and side.batch_size > num_sequences:
+            raise SpecError(
+                f"batch_size={side.batch_size} is more than the {num_sequences} sequences of a rank, so it would split "
+                "nothing; None takes them all at once."
+            )
 
 
 def _fields(given: str | Mapping[str, Any]) -> dict[str, Any]:

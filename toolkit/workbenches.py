@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.background import Background
 from toolkit.dashboard import Dashboard
-from toolkit.errors import RanksLost, SessionClosed, SpecError
+from toolkit.errors import FRIENDLY, RanksLost
 from toolkit.launcher import Launcher
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 #: Between two updates of the status line by the progress of one job.
 _STATUS_SECONDS = 0.25
-#: Errors whose message says all there is to say.
-_FRIENDLY = (SpecError, SessionClosed, RanksLost, FileNotFoundError)
 
 
 def workbench(**fields: Any) -> Workbench:
@@ -110,7 +108,7 @@ class Workbench:
         """Stop the launch or step under way at its next boundary, as Ctrl-C does, and take no more."""
         with self._lock:
             self._left, self._paused = 0, False
-            for work in self._jobs:
+            for work in self._jobs[:1]:  # what waits behind it is a dtype picked before Stop, and still wanted
                 self.dashboard.say("Stopping at the next boundary…")
                 work.stop()
             if not self._jobs and self.session is not None:  # paused
@@ -256,7 +254,7 @@ class Workbench:
             said = f"{doing}: stopped; nothing of it was kept."
         except BaseException as error:  # whatever it is, the user must see it
             self.error, self._left, said = error, 0, f"{doing} failed."
-            text = str(error) if isinstance(error, _FRIENDLY) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, FRIENDLY) else f"{type(error).__name__}: {error}"
             self.dashboard.say_error(text + (" Or press Restart." if isinstance(error, RanksLost) else ""))
         with self._lock:
             self._jobs.remove(work)
