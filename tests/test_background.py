@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 import toolkit as tk
-from toolkit.background import Background, current
+from toolkit.background import Background, current, uninterrupted_imports
 from toolkit.engines import LocalRanks
 
 FIELDS: dict[str, Any] = {
@@ -128,3 +131,22 @@ def test_of_two_sessions_in_the_kernel_the_one_asked_stops() -> None:
             future.result(60)
         assert others[0].result(60).metrics == straight
         assert a.grpo_step().metrics == straight
+
+
+def test_ctrl_c_that_an_import_swallows_is_heard_when_it_is_done() -> None:
+    def imported(presses: int, reached: list[int]) -> None:
+        with uninterrupted_imports():
+            for press in range(presses):
+                with contextlib.suppress(KeyboardInterrupt if press == 0 else ()):  # so do libraries, importing
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.2)
+                    reached.append(press)
+
+    reached: list[int] = []
+    with pytest.raises(KeyboardInterrupt, match="after the imports"):
+        imported(1, reached)
+    assert reached == [0]
+    with pytest.raises(KeyboardInterrupt):
+        imported(2, reached)
+    assert reached == [0, 0]  # the second is at once
+    imported(0, reached)

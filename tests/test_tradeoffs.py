@@ -144,7 +144,7 @@ def test_a_tensor_parallel_twin_is_measured_on_both_ranks() -> None:
     for dtype, memory in peaks.items():
         row = frame.loc[(dtype, 2)]
         assert row["memory_source"] == "measured in a twin"
-        assert row["peak_bytes"] == memory.peak_bytes
+        assert row["peak_bytes"] == pytest.approx(memory.peak_bytes, rel=0.02)  # gloo lets go of a tensor when it gets to it
         assert row["logit_peak_bytes"] == memory.logit_peak_bytes
     for parallel, divergence in ((1, own), (2, apart)):
         row = frame.loc[("bfloat16", parallel)]

@@ -77,6 +77,15 @@ def current() -> Background | None:
 
 
 @contextlib.contextmanager
+def uninterrupted_imports() -> Iterator[None]:
+    """Hold Ctrl-C back until the imports inside are done, since libraries swallow it in theirs. A second one raises."""
+    with count_interrupts(on_first=lambda: None) as interrupts:
+        yield
+    if interrupts.count:
+        raise KeyboardInterrupt("stopped after the imports")
+
+
+@contextlib.contextmanager
 def count_interrupts(on_first: Callable[[], None] | None = None) -> Iterator[Interrupts]:
     """Count Ctrl-C instead of raising: raised between two sends it would leave the ranks out of step.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.attach import attached, device_on
+from toolkit.background import uninterrupted_imports
 from toolkit.checks import check_folder, check_path, check_whole, is_widget
 from toolkit.cluster import ClusterRanks
 from toolkit.engines import KernelRanks, LocalRanks, local_ranks_warm_up
@@ -178,7 +179,7 @@ def _start(
 ) -> Session:
     """Start the ranks and build the policy on them; on any failure nothing stays."""
     key = uuid.uuid4().hex
-    with Bars() as bars:
+    with Bars() as bars, uninterrupted_imports():
         if "toolkit.worker" not in sys.modules:
             bars.update("importing transformers and AutoModel", 0, 1, at_once=True)
         from toolkit import imports, worker  # noqa: F401 (imports comes first to keep the others quiet)
@@ -223,7 +224,7 @@ def _ranks(num_ranks: int, cluster: str | None, device: str) -> Ranks:
 
 
 def _devices(device: str | None) -> tuple[str, int]:
-    with Bars() as bars:
+    with Bars() as bars, uninterrupted_imports():
         if "torch" not in sys.modules:
             bars.update("importing torch", 0, 1, at_once=True)
         import torch

@@ -211,7 +211,8 @@ def boundaries_figure(reports: dict[str, MemoryReport]) -> go.Figure:
             customdata=[[str(b["shape"]), b["dtype"], "retained" if b["retained"] else "freed"] for b in report.boundaries],
             hovertemplate=f"%{{x}}: %{{customdata[0]}} %{{customdata[1]}}, %{{y:.3f}} {unit}, %{{customdata[2]}}",
         )
-    figure.update_layout(barmode="group", showlegend=True, legend={"orientation": "h", "y": -0.35})
+    above = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"}  # below are the units' names
+    figure.update_layout(barmode="group", showlegend=True, legend=above)
     figure.update_xaxes(title_text="FSDP unit (faint: freed before backward)", tickfont={"size": 10})
     figure.update_yaxes(title_text=f"{unit} of its output")
     return figure
