@@ -37,7 +37,7 @@ TINY = {"task": "arithmetic", "num_prompts_per_step": 32, "max_new_tokens": 5, "
 SMOLLM2 = {"task": "one_digit_sums", "num_prompts_per_step": 8, "max_new_tokens": 3, "learning_rate": 2e-5}
 GROUP = 8
 #: The toolkit's ways. TRL takes a step's sequences at once, with gradient checkpointing (its default), without scoring pass.
-WAYS = ("toolkit", "in quarters", "with scoring")  # the second in four micro-batches
+WAYS = ("toolkit", "checkpointed", "in quarters", "with scoring")  # the third in four micro-batches
 #: So that freed memory goes back to the system, and the resident size is what is in use.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -54,12 +54,14 @@ def changed(config: tk.GRPOConfig, way: str) -> tk.GRPOConfig:
     return dataclasses.replace(plain, train_micro_batch_size=quarter if way == "in quarters" else None)
 
 
-def launch(model: str, precision: str, **fields: Any) -> tk.Session:
+def launch(model: str, precision: str, way: str = "toolkit", seed: int = 0) -> tk.Session:
     folder, step = settings(model)
-    return tk.launch(
-        model=folder, precision=precision, num_generations_per_prompt=GROUP, max_grad_norm=1.0, weight_decay=0.0,
-        share_prompt_prefix=True, force_on_policy_ratio=True, **step | fields,
+    session = tk.launch(
+        model=folder, precision=precision, num_generations_per_prompt=GROUP, max_grad_norm=1.0, weight_decay=0.0, seed=seed,
+        share_prompt_prefix=True, activation_checkpointing="full" if way == "checkpointed" else False, **step,
     )  # fmt: skip
+    session.config = changed(session.config, way)
+    return session
 
 
 def trainer(model: str, precision: str, steps: int, callbacks: list[Any], seed: int = 0) -> Any:
@@ -104,7 +106,7 @@ def in_turn(model: str, precision: str, steps: int) -> dict[str, Any]:
     """Seconds (wall, CPU) of each step: TRL's, and each of our ways, in turn; the first of each is left out."""
     from transformers import TrainerCallback
 
-    session = launch(model, precision)
+    sessions = {name: launch(model, precision, name) for name in WAYS}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ("trl", *WAYS)}
     records: dict[str, list[tk.StepRecord]] = {name: [] for name in WAYS}
 
@@ -124,14 +126,14 @@ def in_turn(model: str, precision: str, steps: int) -> dict[str, Any]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seconds["trl"].append(since(self.started))
             for name, kept in records.items():
-                session.config = changed(session.config, name)
                 started = now()
-                kept.append(session.grpo_step())
+                kept.append(sessions[name].grpo_step())
                 seconds[name].append(since(started))
 
     trainer(model, precision, steps, [Turns()]).train()
-    gigaflops = counted_gigaflops(session)
-    session.close()
+    gigaflops = counted_gigaflops(sessions["toolkit"])
+    for session in sessions.values():
+        session.close()
     phases = {
         which: {name: statistics.median(r.seconds[name] for r in kept[1:]) for name in kept[0].seconds}
         for which, kept in records.items()
@@ -143,7 +145,6 @@ def counted_gigaflops(session: tk.Session) -> float:
     """Of the matrix products of one step without a scoring pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    session.config = changed(session.config, "toolkit")
     with FlopCounterMode(display=False) as counter:
         session.grpo_step()
     return float(counter.get_total_flops()) / 1e9
@@ -182,8 +183,7 @@ def peaks(which: str, model: str, precision: str) -> dict[str, int]:
         importlib.import_module("toolkit.worker")  # the heavy imports
 
         imported = resident("VmRSS")
-        with launch(model, precision) as session:
-            session.config = changed(session.config, which)
+        with launch(model, precision, which) as session:
             session.grpo_step()
             warm = reset_peak()
             session.grpo_step(2)
@@ -209,7 +209,7 @@ def peaks(which: str, model: str, precision: str) -> dict[str, int]:
 def curve(which: str, model: str, precision: str, steps: int, seed: int) -> list[float]:
     """Mean reward of each step."""
     if which == "toolkit":
-        with launch(model, precision, seed=seed) as session:
+        with launch(model, precision, which, seed) as session:
             return [float(session.grpo_step().metrics["reward"]) for _ in range(steps)]
     trl = trainer(model, precision, steps, [], seed)
     trl.train()
