@@ -148,3 +148,20 @@ def pytest_configure(config: pytest.Config) -> None:
             self.raise_cell_error(f"{reply.get('ename')}: {reply.get('evalue')}")
 
     cell_class.sanitize, cell_class.runtest, kernel_class.await_reply = strict_sanitize, strict_runtest, await_reply
+
+
+@pytest.fixture
+def final_norm_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The final norm in a unit of its own, as custom models have it: then both output dtypes give the same bits."""
+    from torch.distributed.fsdp import fully_shard
+
+    from toolkit import fsdp
+
+    apply = fsdp.shard
+
+    def with_norm_unit(model: Any, setup: Any) -> Any:
+        mesh = setup.mesh_context.device_mesh["dp_shard"]
+        fully_shard(model.model.norm, mesh=mesh, mp_policy=setup.strategy_config.mp_policy)
+        return apply(model, setup)
+
+    monkeypatch.setattr(fsdp, "shard", with_norm_unit)

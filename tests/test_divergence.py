@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
 import toolkit as tk
 from toolkit import fsdp
@@ -212,16 +211,9 @@ def test_the_final_norm_in_the_root_unit_is_named(one_rank: tk.Session) -> None:
     assert 0.99 < report.metrics["gradient_cosine"] < 1
 
 
-def test_with_the_final_norm_in_a_unit_of_its_own_it_is_exactly_zero_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("final_norm_unit")
+def test_with_the_final_norm_in_a_unit_of_its_own_it_is_exactly_zero_and_says_why() -> None:
     """Fact 3: then a float32 output only widens bfloat16 numbers on the way from unit to unit."""
-    apply = fsdp.shard
-
-    def with_norm_unit(model: Any, setup: Any) -> Any:
-        mesh = setup.mesh_context.device_mesh["dp_shard"]
-        fully_shard(model.model.norm, mesh=mesh, mp_policy=setup.strategy_config.mp_policy)
-        return apply(model, setup)
-
-    monkeypatch.setattr(fsdp, "shard", with_norm_unit)
     with tk.launch(model=tk.tiny_policy()) as session:
         report = session.divergence("float32", "bfloat16")
         assert report.metrics["fraction_bit_identical"] == 1.0

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
 import toolkit as tk
-from toolkit import fsdp
 from toolkit.errors import SpecError
 
 ROWS = [[1, 5, 14, 6, 40, 7, 8, 2], [1, 7, 14, 13, 5, 40, 11, 2], [1, 20, 30, 2, 9, 9, 40, 2], [1, 6, 14, 9, 40, 11, 5, 2]]
@@ -33,20 +31,7 @@ def cross_entropy(logits_BTV: torch.Tensor, token_ids_BT: torch.Tensor, mask_BT:
     return -(own_BT * mask_BT[:, 1:]).sum() / mask_BT[:, 1:].sum()
 
 
-@pytest.fixture
-def no_difference_before_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A final norm in a unit of its own: then the forward is the same bit for bit under float32 and bfloat16 outputs."""
-    apply = fsdp.shard
-
-    def with_norm_unit(model: Any, setup: Any) -> Any:
-        mesh = setup.mesh_context.device_mesh["dp_shard"]
-        fully_shard(model.model.norm, mesh=mesh, mp_policy=setup.strategy_config.mp_policy)
-        return apply(model, setup)
-
-    monkeypatch.setattr(fsdp, "shard", with_norm_unit)
-
-
-@pytest.mark.usefixtures("no_difference_before_the_loss")
+@pytest.mark.usefixtures("final_norm_unit")  # so that there is no difference before the loss
 @pytest.mark.parametrize("planted", [preference, cross_entropy])
 def test_a_loss_that_rounds_is_named_where_every_logprob_is_identical(planted: Any) -> None:
     with tk.launch(model=tk.tiny_policy()) as session:
