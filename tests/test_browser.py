@@ -169,7 +169,7 @@ def test_the_dark_theme_is_legible(ran: Lab) -> None:
         picture = ran.look(ran.shoot(f"bench_{short}", bench))
         assert (max(picture["background"]) < 64) == (short == "dark")
         texts = ran.contrasts(bench)
-        assert any("n='some' must be a whole number" in text["text"] for text in texts)
+        assert any("steps='some' must be a whole number" in text["text"] for text in texts)
         assert sum(text["figure"] for text in texts) > 20
         faint = [text for text in texts if text["contrast"] < (FIGURE_TEXT if text["figure"] else TEXT)]
         assert faint == [], theme

@@ -248,7 +248,9 @@ def test_a_float32_head_of_a_tied_model_is_refused_as_at_launch(tied_model: Path
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     ({}, {}, {"gradients": 1}, "gradients=1 must be True or False"),
     ({"batch_size": 0}, {}, {}, "batch_size=0 must be a whole number"),
-    ({"batch_size": 4}, {}, {"token_ids": ROWS[:3]}, "batch_size=4 is more than the 3 sequences of a rank"),
+    ({"batch_size": 1}, {}, {"text": "1+1=2"}, "batch_size=1 splits nothing: a rank has 1 sequence, which"),
+    ({"batch_size": 3}, {}, {"token_ids": ROWS[:3]}, "batch_size=3 splits nothing"),
+    ({"batch_size": 4}, {}, {"token_ids": ROWS[:3]}, "batch_size=4 splits nothing: a rank has 3 sequences"),
     ({"logprobs": "vllm"}, {}, {}, "logprobs='vllm' is not allowed; choose one of 'trainer', 'sampler'"),
     ({"attn_implementation": "flash_attention_2"}, {}, {}, "has no CPU kernel"),
     ({"lm_head_precision": "bfloat16"}, {}, {}, "only 'float32' makes a difference"),

@@ -289,6 +289,14 @@ def test_lines_that_cannot_be_read(line: str, ip: InteractiveShell) -> None:
     assert "session" not in ip.user_ns
 
 
+def test_a_loss_is_given_as_a_function(ip: InteractiveShell, one_rank: tk.Session) -> None:
+    ip.user_ns |= {"session": one_rank, "squares": lambda logits_BTV, token_ids_BT, mask_BT: logits_BTV.square().mean()}
+    with pytest.raises(ToolkitError, match=r"--loss squares: give the function itself, .*: --loss \$my_loss"):
+        ip.run_line_magic("divergence", "--loss squares")
+    report = ip.run_line_magic("divergence", "--loss $squares --truth False")
+    assert report.metrics["loss_a"] > 0
+
+
 def test_a_launch_without_a_model_says_so(ip: InteractiveShell) -> None:
     with pytest.raises(ToolkitError, match="needs a model"):
         ip.run_line_magic("launch", "--ranks 2")

@@ -230,6 +230,10 @@ def test_a_failing_rank_cell_shows_its_line_and_rank(ip: InteractiveShell, two_r
         ip.run_cell_magic("ranks", "-s other", "x = 1\nx / (rank - 1)\n")
     assert error.value.rank == 1  # type: ignore[attr-defined]
     assert "x / (rank - 1)" in error.value.__notes__[0]
+    shown = "\n".join(error.value._render_traceback_())  # type: ignore[attr-defined]
+    assert shown.startswith('raised on rank 1:\n  File "<%%ranks ')
+    assert shown.endswith("ZeroDivisionError: division by zero")
+    assert "worker.py" not in shown
     with pytest.raises(ToolkitError) as refused:  # without frames of ours
         ip.run_cell_magic("ranks", "-s other", "x = 2\nx = = 1")
     assert str(refused.value).splitlines()[0] == '  File "<%%ranks>", line 2'

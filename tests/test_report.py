@@ -146,7 +146,6 @@ def test_its_tables_have_units_and_its_json_every_record(made: tuple[Tags, dict[
 
 
 BAD: list[tuple[str, str]] = [
-    ("report", "needs a model"),
     ("report --model nowhere", "model='nowhere': there is no such folder"),
     ("report --model tiny_policy --dtypes float32", "dtypes='float32': a report compares two"),
     ("report --model tiny_policy --dtypes float32 float64", "dtypes='float64' is not a dtype"),
@@ -161,6 +160,7 @@ BAD: list[tuple[str, str]] = [
     ("report --model tiny_policy --out FOLDER/x --json FOLDER/x", "is the file that the page goes to"),
     ("predict-memory tiny_policy --sequence-length 16", "needs --ranks"),
     ("predict-memory Qwen9 --ranks 2 --sequence-length 16", "model='Qwen9' is no known model"),
+    ("report --ranks 2", "a report is of a model: --model tiny_policy"),
     ("nonsense", "invalid choice: 'nonsense'"),
     ("", "required: COMMAND"),
 ]

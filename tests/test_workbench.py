@@ -286,6 +286,30 @@ def test_buttons_pressed_in_mid_step(held: tuple[tk.Workbench, Held]) -> None:
     assert [(record.step, record.output_dtype) for record in bench.records] == [(1, "float32"), (2, "bfloat16")]
 
 
+def test_a_session_that_a_cell_closes_in_mid_run_is_said_to_be(held: tuple[tk.Workbench, Held]) -> None:
+    bench, reward = held
+    buttons, view = bench.dashboard.buttons, bench.dashboard
+    view.steps.value = "3"
+    buttons["run"].click()
+    assert reward.reached.wait(60)
+    assert bench.session is not None
+    closing = threading.Thread(target=bench.session.close)
+    closing.start()
+    reward.let_go.set()
+    closing.join(60)
+    assert bench.wait(60)
+    assert view.text == "The session was closed with 3 steps to go. Launch another one, also with other settings."
+    for name in ("step", "run", "pause", "stop", "restart", "close"):
+        assert buttons[name].disabled
+        buttons[name].click()  # as a double click's second, on its way when the button was disabled
+    assert bench.wait(1)
+    assert view.text.startswith("The session was closed with 3 steps to go.")
+    bench.launcher.button.click()
+    assert bench.wait(180)
+    assert view.text.startswith("Launched ")
+    assert not bench.records
+
+
 def test_what_a_step_raises_is_shown_and_the_session_goes_on(held: tuple[tk.Workbench, Held]) -> None:
     bench, reward = held
     reward.let_go.set()
@@ -301,7 +325,7 @@ def test_what_a_step_raises_is_shown_and_the_session_goes_on(held: tuple[tk.Work
     assert bench.dashboard._error.value == ""
     assert len(bench.records) == 1
     bench.dashboard.steps.value = "some"
-    assert "n=&#x27;some&#x27; must be a whole number" in bench.dashboard._error.value
+    assert "steps=&#x27;some&#x27; must be a whole number" in bench.dashboard._error.value
     assert bench.dashboard.buttons["run"].disabled
     bench.dashboard.steps.value = "2"
     assert bench.dashboard._error.value == ""
@@ -326,6 +350,8 @@ def test_lost_ranks_are_named_and_restart_brings_them_back() -> None:
     assert bench.wait(180)
     assert bench.session is not None
     buttons = bench.dashboard.buttons
+    buttons["step"].click()
+    assert bench.wait(180)
     os.kill(bench.session._ranks.pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
     buttons["step"].click()
     assert bench.wait(180)
@@ -334,8 +360,10 @@ def test_lost_ranks_are_named_and_restart_brings_them_back() -> None:
     assert buttons["step"].disabled
     assert not buttons["restart"].disabled
     buttons["restart"].click()
+    buttons["restart"].click()  # a double click is one
     assert bench.wait(180)
-    assert bench.dashboard.text == "Restarted from the model's own weights; nothing was lost."
+    lost = "1 step(s) were lost: nothing had been saved."
+    assert bench.dashboard.text == f"Restarted from the model's own weights; {lost}"
     buttons["step"].click()
     assert bench.wait(180)
     assert len(bench.records) == 1

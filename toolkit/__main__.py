@@ -69,6 +69,8 @@ def _command(commands: Any, name: str, options: Iterable[Option], usage: str, te
 
 def _report(given: dict[str, Any], arguments: list[str]) -> int:
     own = {option.name: given.pop(option.name) for option in _OWN if option.name in given}
+    if "model" not in given and "recipe" not in given:
+        raise SpecError("a report is of a model: --model tiny_policy (which comes with the toolkit), a folder, or a hub id.")
     out = check_file("out=", own.get("out", "report.html"))
     records = check_file("json=", own["json"]) if "json" in own else None
     if records == out:

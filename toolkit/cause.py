@@ -34,6 +34,7 @@ def by_unit(
     ]
     with side_a.applied(policy):
         for done, name in enumerate(names):
+            policy.stop_if_asked()
             policy.progress("localising", done, len(names))
             fsdp.apply_spec(policy.model, policy.spec, overrides={name: side_b.live["output_dtype"]})
             switched_BT = score_tokens(policy, training.batch, side_a, ranks=False).logprobs_BT

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.arguments import Option, field_options, given_fields, model_of, predictable_models
+from toolkit.background import uninterrupted_imports
 from toolkit.checks import is_widget
 from toolkit.errors import SpecError
 from toolkit.grpo_config import MEMORY_FIELDS
@@ -73,8 +74,9 @@ def launched(given: Mapping[str, Any]) -> Session:
     Raises:
         SpecError: a setting that is refused, or overrides without a recipe.
     """
-    from toolkit.launching import launch
-    from toolkit.recipes import load_recipe
+    with uninterrupted_imports():
+        from toolkit.launching import launch
+        from toolkit.recipes import load_recipe
 
     recipe = None
     if "recipe" in given:
@@ -97,7 +99,8 @@ def predicted(given: Mapping[str, Any]) -> MemoryReport:
     Raises:
         SpecError: a setting that is refused, or no ranks or length.
     """
-    from toolkit.memory_predict import predict_memory
+    with uninterrupted_imports():
+        from toolkit.memory_predict import predict_memory
 
     settings = {name: _read(value) for name, value in given.items() if name != "out"}
     missing = [name for name in ("ranks", "sequence_length") if name not in settings]

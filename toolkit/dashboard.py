@@ -84,7 +84,8 @@ class Dashboard:
             for name, (label, help_text) in _BUTTONS.items()
         }
         for name, button in self.buttons.items():
-            button.on_click(lambda _, name=name: on_press[name]())
+            # A second click of a double one may come before the page has seen the button disabled.
+            button.on_click(lambda button, name=name: None if button.disabled else on_press[name]())
         self.steps = text_widget("10")
         self.steps.description, self.steps.layout.width = "Steps", "130px"
         self.steps.style = {"description_width": "initial"}
@@ -123,14 +124,14 @@ class Dashboard:
         self.buttons["run"].disabled = self._running or isinstance(number, str)
         if isinstance(number, str):
             self.say_error(number)
-        elif self.error.startswith("n="):
+        elif self.error.startswith("steps="):
             self.say_error("")
 
     def number_of_steps(self) -> int | str:
         """How many steps Run takes; or what is wrong with what was typed."""
         text = self.steps.value.strip()
         try:
-            return check_whole("n", int(text) if text.lstrip("+-").isdecimal() else text)
+            return check_whole("steps", int(text) if text.lstrip("+-").isdecimal() else text)
         except SpecError as error:
             return str(error)
 

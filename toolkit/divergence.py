@@ -154,6 +154,7 @@ class _Score:
 def _score(policy: Policy, config: GRPOConfig, training: TrainingBatch, side: Setting, gradients: bool) -> _Score:
     size = side.batch_size or config.train_micro_batch_size
     config = dataclasses.replace(config, temperature=side.temperature, train_micro_batch_size=size)
+    policy.stop_if_asked()
     with side.applied(policy):
         tokens = score_tokens(policy, training.batch, side)
         if side.logprobs == "sampler" or not gradients:

@@ -255,8 +255,9 @@ def _rank_main(rank: int, messages: Connection, control: Connection, env: dict[s
         with lock:
             messages.send(message)
 
-    while True:  # one persistent thread for all user code: OpenMP's settings and CUDA's context are per thread
-        execute(messages.recv_bytes(), emit)
+    with contextlib.suppress(EOFError):  # the kernel gave up in the middle of starting this rank
+        while True:  # one persistent thread for all user code: OpenMP's settings and CUDA's context are per thread
+            execute(messages.recv_bytes(), emit)
 
 
 def connect(rank: int, world_size: int, device: str, store: Store, gpu: int = 0) -> None:

@@ -38,6 +38,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from toolkit.ranks import stop_requested
+
 
 @contextlib.contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
@@ -80,6 +82,8 @@ class _OrdinaryValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor runs the operation on local tensors, which come back here
+        if stop_requested():  # nobody waits for this rank: anywhere is a boundary, in backward too
+            raise KeyboardInterrupt
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as the real one does; its fake makes a second tensor
         if not any(issubclass(t, FakeTensor) for t in types) and func not in _LIFTING:

@@ -67,6 +67,15 @@ def compare_gradients(policy: Policy, config: GRPOConfig, a: Shards, b: Shards) 
     return frame, metrics
 
 
+def relative_error(a: Shards, b: Shards) -> float:
+    """|b - a| / |a| over all parameters; all ranks together."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for (x, copies), (y, _) in zip(a, b, strict=True):
+        sums += _products(x, y) / copies
+    dist.all_reduce(sums)
+    return _error(sums)[0]
+
+
 def _group(name: str) -> str:
     """`model.layers.3.self_attn` of `model.layers.3.self_attn.q_proj.weight`; outside layers, the module."""
     parts = name.split(".")

@@ -289,8 +289,8 @@ def check_batch(config: GRPOConfig, *, data_parallel_size: int) -> None:
     micro = config.train_micro_batch_size
     if micro is not None and micro > share:
         raise SpecError(
-            f"train_micro_batch_size={micro} is more than the {share} sequences that a rank has of an update, so it would "
-            "split nothing. Set it lower, or to None, which takes them all at once."
+            f"train_micro_batch_size={micro} is more than the {share} that a rank has of the sequences of an update, so it "
+            "would split nothing. Set it lower, or to None, which takes them all at once."
         )
 
 

@@ -6,10 +6,11 @@ it is, so that a widget, a task or a list of problems can be given; within other
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -46,6 +47,20 @@ class Friendly:
             raise ToolkitError(str(error)) from None
         if isinstance(error, SyntaxError):  # of a cell's own code: the line and a caret, as IPython has it
             raise ToolkitError("".join(traceback.format_exception_only(error)).rstrip()) from None
+
+
+@contextlib.contextmanager
+def from_the_cell() -> Iterator[None]:
+    """Let IPython show an error of a cell that ran on ranks from that cell's own lines on: frames before them are ours."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        start = text.find('  File "<%%ranks ')  # not the name of a cell that is no Python
+        if start >= 0:
+            lines = [f"raised on rank {vars(error)['rank']}:", text[start:].rstrip()]
+            error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+        raise
 
 
 def takes(*options: Option) -> Callable[[Any], Any]:

@@ -20,7 +20,7 @@ from toolkit.commands import LAUNCH, LAUNCHED, PREDICT, RESUME, TRADEOFFS, launc
 from toolkit.engines import local_ranks_warm_up
 from toolkit.errors import RanksLost
 from toolkit.magic_completion import matcher
-from toolkit.magic_lines import OUT, SESSION, Friendly, ToolkitError, of_a_cell, of_a_line, read_line, takes
+from toolkit.magic_lines import OUT, SESSION, Friendly, ToolkitError, from_the_cell, of_a_cell, of_a_line, read_line, takes
 from toolkit.session import Session
 from toolkit.spec import DTYPES
 
@@ -133,7 +133,15 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
 
         Example: %divergence float32 bfloat16 -t 0.7 --temperature-order before_upcast
         """
-        return self._called(self.divergence, line, local_ns, lambda session, given: session.divergence(**given))
+
+        def method(session: Session, given: dict[str, Any]) -> Any:
+            if isinstance(given.get("loss"), str):
+                raise ToolkitError(
+                    f"--loss {given['loss']}: give the function itself, by its name with a dollar: --loss $my_loss"
+                )
+            return session.divergence(**given)
+
+        return self._called(self.divergence, line, local_ns, method)
 
     @magic_arguments()
     @takes(SESSION, OUT)
@@ -222,9 +230,10 @@ class ToolkitMagics(Magics):  # type: ignore[misc]
         given = self._given(self.ranks, line, local_ns)
         session = self._session(given)
         if "out" in given:
-            self._stored(given, lambda: session.run_cell(cell))
+            with from_the_cell():
+                self._stored(given, lambda: session.run_cell(cell))
             return
-        with Friendly():
+        with Friendly(), from_the_cell():
             texts = session.run_cell(cell, as_text=True)
         for rank, text in enumerate(texts):
             if text is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.background import uninterrupted_imports
 from toolkit.checks import check_whole
 from toolkit.engines import LocalRanks
 from toolkit.errors import SpecError
@@ -124,7 +125,8 @@ def _job(
         raise SpecError(f"device={device!r} is not allowed; choose 'cpu', 'cuda', or None.")
     _check(spec, facts, ranks, length)
     if device is None:
-        import torch
+        with uninterrupted_imports():
+            import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return _Job(spec, config, ranks, GRPOConfig(train_micro_batch_size=micro, **grpo_fields), shape, device)
@@ -233,7 +235,7 @@ def _build(spec: PolicySpec, config: dict[str, Any], setup: Any) -> Policy:
     from toolkit import fsdp
     from toolkit.attention import attention_name
     from toolkit.build import assemble, named_failure, without_dropout
-    from toolkit.ranks import report_progress, stop_requested
+    from toolkit.ranks import report_progress
 
     attention = attention_name(spec.attn_implementation, "cpu")
     with named_failure(spec):
@@ -250,8 +252,6 @@ def _build(spec: PolicySpec, config: dict[str, Any], setup: Any) -> Policy:
     def look(place: int) -> Any:
         def hook(*_: Any) -> None:
             report_progress(f"predicting {spec.model}", place, 2 * len(units))
-            if stop_requested():
-                raise KeyboardInterrupt
 
         return hook
 

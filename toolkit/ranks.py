@@ -249,8 +249,8 @@ class Ranks:
             if time.monotonic() > hint_at and not errors:
                 hint_at = float("inf")
                 sys.stderr.write(
-                    f"rank {_list(pending)} is still busy, {self.patience_seconds:g} seconds after the first was done. "
-                    "If it waits in a collective (an all_reduce, a forward), the others will not join it: interrupt.\n"
+                    f"rank {_list(pending)} is still busy, {self.patience_seconds:g} seconds after the first was done. If "
+                    "it waits in a collective (an all_reduce, a forward), nobody will join it: Ctrl-C twice ends them all.\n"
                 )
             item = self._next(pending, 0.1)
             if item is None:

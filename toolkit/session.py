@@ -241,14 +241,14 @@ class Session(LivePolicy):
                 takes 12 bytes a parameter on every rank and a forward in each dtype; None does it up to 20 M parameters.
             gradients: also compare gradients, which takes a backward of each side.
             loss: a loss of yours on raw logits, `loss(logits_BTV, token_ids_BT, mask_BT)`: called on each rank with its
-                sequences' logits in the output dtype and a mask of the tokens that count, it returns a scalar tensor (ranks
-                are averaged). Value and gradients are compared instead of GRPO's, as they are and with the logits upcast
-                first, so that a loss that rounds is named as the cause.
+                sequences' logits in the output dtype and a float32 mask, 1 at tokens that count (`logits[:, :-1]` goes with
+                `mask[:, 1:]`), it returns a scalar tensor; ranks are averaged. Value and gradients are compared instead of
+                GRPO's, as they are and with the logits upcast first: so a loss that rounds is named as the cause.
             **common: settings for both sides, e.g. `temperature=0.7, temperature_order="before_upcast"`.
 
         Raises:
             SpecError: an unknown setting, one that needs another build or is refused, sequences without two tokens, or a
-                loss that gives no scalar.
+                loss that gives no scalar, or that some ranks would have more sequences for.
             FloatingPointError: values left the range of a dtype; names the FSDP unit.
         """
         from toolkit.divergence import compare

@@ -120,12 +120,12 @@ def resolve_settings(
 
 
 def check_batch_sizes(sides: Sequence[Setting], num_sequences: int) -> None:
-    """Raise a SpecError for a batch size above the sequences of a rank: it would be no other setting than all at once."""
+    """Raise a SpecError for a batch size of all the sequences of a rank or more: it is no other setting than all at once."""
     for side in sides:
-        if side.batch_size is not None and side.batch_size > num_sequences:
+        if side.batch_size is not None and side.batch_size >= num_sequences:
+            held = "1 sequence" if num_sequences == 1 else f"{num_sequences} sequences"
             raise SpecError(
-                f"batch_size={side.batch_size} is more than the {num_sequences} sequences of a rank, so it would split "
-                "nothing; None takes them all at once."
+                f"batch_size={side.batch_size} splits nothing: a rank has {held}, which None takes at once as well."
             )
 
 

@@ -70,6 +70,7 @@ class Workbench:
         self._paused = False
         self._closed = False
         self._past: StepRecords | None = None  # of a session that was closed
+        self._farewell = ""  # what to say when the job is done whose session a cell has closed
         self._said = 0.0
         self._title = ipywidgets.HTML("<b>Workbench</b>")
         parts = [self._title, self.launcher.widget, self.dashboard.status, self.dashboard.widget]
@@ -217,9 +218,12 @@ class Workbench:
         """Return to the form when a cell has closed the session."""
         with self._lock:
             if self.session is not None:
+                dropped = f" with {self._left} steps to go" if self._left else ""
+                said = f"The session was closed{dropped}. Launch another one, also with other settings."
+                self._farewell = said if self._jobs else ""
                 self._left, self._past, self.session = 0, self.records, None
                 self._show_session()
-                self.dashboard.say("The session was closed. Launch another one, also with other settings.")
+                self.dashboard.say(said)
                 self._enable()
 
     def _changed(self, spec: PolicySpec) -> None:
@@ -258,6 +262,8 @@ class Workbench:
             self.dashboard.say_error(text + (" Or press Restart." if isinstance(error, RanksLost) else ""))
         with self._lock:
             self._jobs.remove(work)
+            if self.session is None and self._farewell:  # closed by a cell in the middle of this job
+                said, self._farewell = self._farewell, ""
             if self._left and self._paused:
                 said = f"Paused, {self._left} steps left. {said}"
             self.dashboard.say(said)
@@ -306,10 +312,10 @@ class Workbench:
         session = self.session
         if self._closed or session is None:
             names = []
-        elif not session.is_open:
-            names = ["restart", "close"]
         elif self._left or self._jobs:
             names = ["pause", "stop"] if self._left else ["stop"]
+        elif not session.is_open:
+            names = ["restart", "close"]
         else:
             names = ["step", "run", "close"]
         self.dashboard.enable(*names)
