@@ -119,7 +119,7 @@ def test_the_rounding_is_that_of_a_float64_oracle_and_both_cures_undo_it(experts
 
 def test_the_report_has_it_and_the_session_goes_on(experts: tk.Session) -> None:
     report = experts.precision_edges()
-    assert report.worst[EXPERT_HEAD].error > 1e-3  # type: ignore[operator]
+    assert report.worst[EXPERT_HEAD].error == pytest.approx(5.0e-3, rel=0.5)  # the README; what is sampled differs by CPU
     assert set(report.not_measured) == {"float32 head under a bfloat16 root, tied"}
     assert experts.grpo_step().summary["step"] == 1
 
