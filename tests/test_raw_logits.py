@@ -58,14 +58,14 @@ def test_a_loss_that_rounds_is_named_where_every_logprob_is_identical(planted: A
         assert report.gradients is not None
         assert len(report.gradients) > 3
 
-        cured = session.divergence("float32", "bfloat16", token_ids=ROWS, loss=upcast_preference)
+        cured = session.divergence("float32", "bfloat16", token_ids=ROWS, loss=upcast_preference, truth=False)
         assert (cured.metrics["loss_relative_error"], cured.metrics["gradient_relative_error"]) == (0.0, 0.0)
         assert "the same bit for bit on both sides, and with upcast logits too" in cured.cause
         assert "Cause in the loss" not in cured.cause
 
 
 def test_what_the_forward_does_is_not_blamed_on_the_loss(one_rank: tk.Session) -> None:
-    report = one_rank.divergence("float32", "bfloat16", token_ids=ROWS, loss=upcast_preference)
+    report = one_rank.divergence("float32", "bfloat16", token_ids=ROWS, loss=upcast_preference, truth=False)
     found = report.metrics
     assert found["loss_relative_error"] == found["loss_relative_error_upcast"] > 0
     assert found["gradient_relative_error"] == pytest.approx(found["gradient_relative_error_upcast"], rel=1e-12)
@@ -96,7 +96,7 @@ def test_its_own_rounding_is_that_of_the_very_logits_however_much_the_forward_ad
             return float(loss(logits_BTV.clone(), ids_BT, mask_BT)), float(loss(logits_BTV.float(), ids_BT, mask_BT))
 
     ((rounded, upcast),) = one_rank.run(by_hand)
-    report = one_rank.divergence("float32", "bfloat16", token_ids=ROWS, loss=loss)
+    report = one_rank.divergence("float32", "bfloat16", token_ids=ROWS, loss=loss, truth=False)
     assert report.metrics["loss_rounding_b"] == pytest.approx(abs(rounded - upcast) / upcast, rel=1e-6)
     assert report.metrics["loss_rounding_b"] > 1e-5
     assert report.metrics["loss_rounding_a"] == 0.0
@@ -176,9 +176,9 @@ def test_bad_losses_are_named_and_the_session_goes_on(
 ) -> None:
     before = two_ranks.logprobs(ROWS)
     with pytest.raises(kind, match=reason):
-        two_ranks.divergence(**{"token_ids": ROWS, "loss": loss, **options})
+        two_ranks.divergence(**{"token_ids": ROWS, "loss": loss, "truth": False, **options})
     assert (two_ranks.logprobs(ROWS) == before).all()
-    assert two_ranks.divergence("float32", "bfloat16", token_ids=ROWS, loss=preference).metrics["loss_a"] > 0
+    assert two_ranks.divergence("float32", "bfloat16", token_ids=ROWS, loss=preference, truth=False).metrics["loss_a"] > 0
 
 
 def test_ctrl_c_stops_between_its_forwards(one_rank: tk.Session) -> None:
@@ -191,6 +191,6 @@ def test_ctrl_c_stops_between_its_forwards(one_rank: tk.Session) -> None:
         return preference(logits_BTV, token_ids_BT, mask_BT)
 
     with pytest.raises(KeyboardInterrupt):
-        one_rank.divergence(token_ids=ROWS, loss=slow)
+        one_rank.divergence(token_ids=ROWS, loss=slow, truth=False)
     assert len(calls) == 2  # before and in the first of four
-    assert one_rank.divergence(token_ids=ROWS, loss=preference).metrics["loss_a"] > 0
+    assert one_rank.divergence(token_ids=ROWS, loss=preference, truth=False).metrics["loss_a"] > 0
