@@ -248,9 +248,6 @@ def test_a_float32_head_of_a_tied_model_is_refused_as_at_launch(tied_model: Path
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     ({}, {}, {"gradients": 1}, "gradients=1 must be True or False"),
     ({"batch_size": 0}, {}, {}, "batch_size=0 must be a whole number"),
-    ({"batch_size": 1}, {}, {"text": "1+1=2"}, "batch_size=1 splits nothing: a rank has 1 sequence, which"),
-    ({"batch_size": 3}, {}, {"token_ids": ROWS[:3]}, "batch_size=3 splits nothing"),
-    ({"batch_size": 4}, {}, {"token_ids": ROWS[:3]}, "batch_size=4 splits nothing: a rank has 3 sequences"),
     ({"logprobs": "vllm"}, {}, {}, "logprobs='vllm' is not allowed; choose one of 'trainer', 'sampler'"),
     ({"attn_implementation": "flash_attention_2"}, {}, {}, "has no CPU kernel"),
     ({"lm_head_precision": "bfloat16"}, {}, {}, "only 'float32' makes a difference"),
@@ -268,6 +265,15 @@ def test_bad_requests_are_named(a: Any, b: Any, options: dict[str, Any], reason:
     with pytest.raises(SpecError, match=reason):
         fresh.divergence(a, b, **options)
     assert set(fresh.units()["output_dtype"]) == {"float32"}
+
+
+@pytest.mark.parametrize(("size", "held"), [(1, "1 sequence"), (3, "3 sequences"), (4, "3 sequences")])
+def test_a_batch_size_that_splits_nothing_is_said_to(size: int, held: str, fresh: tk.Session) -> None:
+    tokens = {"text": "1+1=2"} if held == "1 sequence" else {"token_ids": ROWS[:3]}
+    report = fresh.divergence({"batch_size": size}, {}, truth=False, **tokens)
+    assert report.metrics["fraction_bit_identical"] == 1.0
+    assert "both sides are the same setting" in report.cause
+    assert f"(batch_size={size} splits nothing here: a rank has {held}.)" in report.cause
 
 
 def test_a_text_of_one_token_is_named(fresh: tk.Session) -> None:

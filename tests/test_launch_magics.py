@@ -141,7 +141,7 @@ def test_resume_goes_on_from_save(ip: InteractiveShell, one_rank: tk.Session, tm
 
 def test_launch_takes_a_recipe(ip: InteractiveShell) -> None:
     recipe = Path(__file__).parents[1] / "data" / "recipes" / "two_ranks.yaml"
-    overrides = "policy.dtensor_cfg.fsdp_output_dtype=bfloat16 grpo.num_prompts_per_step=4 policy.train_micro_batch_size=16"
+    overrides = "policy.dtensor_cfg.fsdp_output_dtype=bfloat16 grpo.num_prompts_per_step=4"
     session = ip.run_line_magic("launch", f"--recipe {recipe} --override {overrides} --ranks 1 --seed 5")
     assert (session.num_ranks, session.output_dtype, session.spec.seed) == (1, "bfloat16", 5)
     assert session.config.num_prompts_per_step == 4

@@ -36,8 +36,19 @@ def test_a_step_draws_the_same_problems_whoever_asks_and_others_next_time() -> N
     assert draw_problems(task, 8, seed=0, step=3) != draw_problems(task, 8, seed=0, step=4)
     assert draw_problems(task, 8, seed=0, step=3) != draw_problems(task, 8, seed=1, step=3)
     assert len(set(draw_problems(task, 8, seed=0, step=0))) == 8
+
+
+def test_every_problem_comes_once_before_any_comes_again() -> None:
+    problems = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+    epochs = [[p for step in range(12) for p in draw_problems(problems, 8, 3, 12 * e + step)] for e in range(2)]
+    assert [len(set(epoch)) for epoch in epochs] == [96, 96]  # 4 of the 100 do not fill a step
+    assert epochs[0] != epochs[1]
+    assert {frozenset(draw_problems(problems, 100, 0, step)) for step in range(3)} == {frozenset(problems)}
     few = [("1+1=", "2"), ("1+2=", "3")]
-    assert len(draw_problems(few, 5, seed=0, step=0)) == 5
+    for step in range(20):
+        drawn = draw_problems(few, 5, seed=0, step=step)
+        assert sorted(map(drawn.count, few)) == [2, 3]
+    assert len({tuple(draw_problems(few, 5, 0, step)) for step in range(20)}) > 1
 
 
 BAD_TASKS = [

@@ -179,15 +179,6 @@ def test_a_batch_must_divide_over_the_ranks() -> None:
     check_batch(GRPOConfig(num_prompts_per_step=6), data_parallel_size=2)
 
 
-def test_a_micro_batch_of_more_than_a_ranks_share_is_refused() -> None:
-    batch = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
-    check_batch(GRPOConfig(**batch, train_micro_batch_size=12), data_parallel_size=2)
-    with pytest.raises(SpecError, match="train_micro_batch_size=13 is more than the 12 that a rank has"):
-        check_batch(GRPOConfig(**batch, train_micro_batch_size=13), data_parallel_size=2)
-    with pytest.raises(SpecError, match="train_micro_batch_size=5 is more than the 4 that"):
-        check_batch(GRPOConfig(**batch, train_global_batch_size=8, train_micro_batch_size=5), data_parallel_size=2)
-
-
 @pytest.mark.parametrize(("temperature", "matters"), [(1.0, False), (0.5, False), (2.0, False), (0.7, True), (1.5, True)])
 def test_the_temperature_order_is_refused_exactly_where_it_cannot_matter(temperature: float, matters: bool) -> None:
     spec = PolicySpec(model="m", temperature_order="before_upcast")

@@ -25,7 +25,7 @@ from toolkit.policy import Policy
 from toolkit.prompts import Batch, Reward, make_batch
 from toolkit.raw_logits import RawLoss, check_loss, compare_losses
 from toolkit.replay import Scored, score_tokens
-from toolkit.settings import Setting, check_batch_sizes, policy_for, resolve_settings
+from toolkit.settings import Setting, policy_for, resolve_settings, without_idle_batch_sizes
 from toolkit.spec import GRPOConfig
 from toolkit.step import TrainingBatch, forward_backward, training_batch
 from toolkit.truth import CHEAP_PARAMETERS, exact_logprobs
@@ -67,7 +67,7 @@ def compare(
     if loss is not None:
         check_loss(policy, (side_a, side_b), None if token_ids is None else len(token_ids))
     training = _tokens(policy, config, problems, token_ids, reward, step)
-    check_batch_sizes((side_a, side_b), training.batch.num_sequences)
+    (side_a, side_b), idle = without_idle_batch_sizes((side_a, side_b), training.batch.num_sequences)
     if token_ids is not None:
         config = _of_given_tokens(config)
     score_a, score_b = (
@@ -96,7 +96,7 @@ def compare(
         table,
         metrics,
         units,
-        f"{cause}{in_loss}{no_truth}",
+        f"{cause}{idle}{in_loss}{no_truth}",
         config.ratio_clip_min,
         config.ratio_clip_max,
         distances,

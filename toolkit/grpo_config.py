@@ -39,7 +39,7 @@ class GRPOConfig:
         top_p, top_k: keep the smallest set of tokens with this probability / this many tokens; 1.0 / None keep all.
         train_global_batch_size: sequences per optimizer update, over all ranks; None takes all of the step's in one
             update. Only with several updates do previous and current logprobs differ, and the clip settings act.
-        train_micro_batch_size: sequences per forward and backward on a rank; None takes all of an update's at once.
+        train_micro_batch_size: sequences per forward and backward on a rank, at most; None takes all of an update's at once.
         learning_rate, weight_decay: of AdamW (betas 0.9, 0.999).
         warmup_steps: the learning rate rises linearly to its value over this many steps.
         warmup_start_factor: share of its value it starts at, as in torch's `LinearLR`; None is 1 / warmup_steps.

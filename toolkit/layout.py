@@ -269,10 +269,10 @@ def check_config(config: Any, spec: PolicySpec, facts: ModelFacts, *, ranks: int
 
 
 def check_batch(config: GRPOConfig, *, data_parallel_size: int) -> None:
-    """Refuse a batch that does not divide over the data-parallel ranks, or a micro-batch that is more than a rank's share.
+    """Refuse a batch that does not divide over the data-parallel ranks.
 
     Raises:
-        SpecError: naming both numbers and what fits.
+        SpecError: naming both numbers and the nearest that fit.
     """
     prompts, dp = config.num_prompts_per_step, data_parallel_size
     if prompts % dp:
@@ -285,13 +285,6 @@ def check_batch(config: GRPOConfig, *, data_parallel_size: int) -> None:
     size = config.train_global_batch_size
     if size is not None and size % dp:
         raise SpecError(f"train_global_batch_size={size} does not divide over {dp} data-parallel ranks.")
-    share = (size or prompts * config.num_generations_per_prompt) // dp
-    micro = config.train_micro_batch_size
-    if micro is not None and micro > share:
-        raise SpecError(
-            f"train_micro_batch_size={micro} is more than the {share} that a rank has of the sequences of an update, so it "
-            "would split nothing. Set it lower, or to None, which takes them all at once."
-        )
 
 
 def check_temperature_order(spec: PolicySpec, temperature: float) -> None:

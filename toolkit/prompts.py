@@ -87,13 +87,18 @@ def _pairs(field: str, items: Any) -> list[tuple[str, str]]:
 
 
 def draw_problems(problems: list[tuple[str, str]], count: int, seed: int, step: int) -> list[tuple[str, str]]:
-    """Draw the problems of a step: the same on every rank, on any number of ranks, and after a resume."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    if count <= len(problems):
-        picks = torch.randperm(len(problems), generator=generator)[:count]
-    else:
-        picks = torch.randint(len(problems), (count,), generator=generator)
-    return [problems[i] for i in picks.tolist()]
+    """Draw the problems of a step: the same on every rank, on any number of ranks, and after a resume.
+
+    As a shuffled data loader draws them (NeMo-RL's and TRL's do): each comes once before any comes again, but for those at
+    the end of an epoch that do not fill a step. Drawn anew at each step, half of a small set would not come up in as many
+    steps as an epoch has, and is learned later.
+    """
+    steps_per_epoch = len(problems) // count
+    epoch, place = divmod(step, max(1, steps_per_epoch))
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    rounds = -(-count // len(problems))  # more than one where a step is longer than an epoch
+    shuffled = torch.cat([torch.randperm(len(problems), generator=generator) for _ in range(rounds)])
+    return [problems[i] for i in shuffled[place * count : (place + 1) * count].tolist()]
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str], vocab_size: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,14 +119,14 @@ def resolve_settings(
     return tuple(_resolve(policy, {**common, **_fields(given)}, temperature) for given in (a, b))  # type: ignore[return-value]
 
 
-def check_batch_sizes(sides: Sequence[Setting], num_sequences: int) -> None:
-    """Raise a SpecError for a batch size of all the sequences of a rank or more: it is no other setting than all at once."""
-    for side in sides:
-        if side.batch_size is not None and side.batch_size >= num_sequences:
-            held = "1 sequence" if num_sequences == 1 else f"{num_sequences} sequences"
-            raise SpecError(
-                f"batch_size={side.batch_size} splits nothing: a rank has {held}, which None takes at once as well."
-            )
+def without_idle_batch_sizes(sides: tuple[Setting, Setting], num_sequences: int) -> tuple[tuple[Setting, Setting], str]:
+    """The sides, their batch sizes None where a rank has no more sequences than that; and a sentence on it, or nothing."""
+    idle = sorted({side.batch_size for side in sides if side.batch_size is not None and side.batch_size >= num_sequences})
+    if not idle:
+        return sides, ""
+    a, b = (dataclasses.replace(side, batch_size=None) if side.batch_size in idle else side for side in sides)
+    held = "1 sequence" if num_sequences == 1 else f"{num_sequences} sequences"
+    return (a, b), f" (batch_size={', '.join(map(str, idle))} splits nothing here: a rank has {held}.)"
 
 
 def _fields(given: str | Mapping[str, Any]) -> dict[str, Any]:
