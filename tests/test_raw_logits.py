@@ -131,6 +131,9 @@ def test_value_and_gradient_are_a_float64_runs_on_any_number_of_ranks() -> None:
         assert found["loss_a"] == pytest.approx(values[0], rel=1e-5)
         assert found["loss_b"] == pytest.approx(values[1], rel=0.02)
         assert found["gradient_relative_error"] == pytest.approx(wanted, rel=0.05)
+        assert found["gradient_rounding_b"] == pytest.approx(wanted, rel=0.05)  # upcast, b's logits get a's function
+        assert found["loss_rounding_b"] == pytest.approx(abs(values[1] - values[0]) / values[0], rel=0.02)
+        assert found["gradient_rounding_a"] == found["loss_rounding_a"] == 0.0
 
 
 def test_sampled_completions_are_scored_too_and_nothing_is_left_behind(two_ranks: tk.Session) -> None:

@@ -14,10 +14,9 @@ from toolkit.arguments import Option
 from toolkit.checks import check_file, check_whole
 from toolkit.commands import LAUNCH, PREDICT, launched, predicted
 from toolkit.engines import end_fork_server
-from toolkit.errors import RanksLost, SpecError
+from toolkit.errors import FRIENDLY, SpecError
 from toolkit.spec import DTYPES, dtype_name
 
-_TOLD = (SpecError, RanksLost, FileNotFoundError, FloatingPointError)
 _JSON = Option(("--json",), "also write the records there", metavar="FILE")
 _OWN = (
     Option(("--dtypes",), f"output dtypes, the first is the reference (default {' '.join(DTYPES)})", nargs="+"),
@@ -47,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = {o.name: o.value(parsed[o.name]) for o in options if parsed[o.name] is not None}
     try:
         return _report(given, arguments) if command == "report" else _predict(given)
-    except _TOLD as error:
+    except FRIENDLY as error:
         if isinstance(error, SpecError | FileNotFoundError):
             parsers[command].error(str(error))  # exits with 2
         _say(f"failed: {error}")
